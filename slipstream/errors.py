@@ -1,0 +1,41 @@
+"""Every error a user can cause, as one small tree.
+
+SlipstreamError
+├── ConfigError       an option is unknown, out of range, or has no effect     (exit code 2)
+├── RequestError      a request asks for something that cannot be honoured     (exit code 2)
+├── CheckpointError   a model folder or file is missing, malformed or unfit    (exit code 1)
+├── CapacityError     the model, the cache or a request does not fit in memory (exit code 1)
+└── EngineError       a step failed; the message says which stage              (exit code 1)
+
+Messages name the thing and the remedy. Broken invariants are asserts, not members of this tree.
+"""
+
+
+class SlipstreamError(Exception):
+    """Base of all errors that Slipstream raises on purpose."""
+
+    exit_code = 1
+
+
+class ConfigError(SlipstreamError):
+    """An option is unknown, out of range, contradicts another one, or would have no effect."""
+
+    exit_code = 2
+
+
+class RequestError(SlipstreamError):
+    """A request that cannot be honoured as it stands; other requests are not disturbed."""
+
+    exit_code = 2
+
+
+class CheckpointError(SlipstreamError):
+    """A model folder or file is missing, malformed, or does not fit its partner."""
+
+
+class CapacityError(SlipstreamError):
+    """Something does not fit into the memory it was given."""
+
+
+class EngineError(SlipstreamError):
+    """A step of the engine failed."""
