@@ -1,0 +1,196 @@
+"""Options as values: what a request may ask for, how speculation is done, how the engine is sized.
+
+Frozen and keyword-only. Each class checks itself when it is made and says which field is wrong and what to do. The engine
+never looks at a mode's name: `SpeculativeConfig.mode` is turned into one Policy object at the edge (`slipstream.llm`).
+"""
+
+import dataclasses
+import json
+import math
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from slipstream.errors import ConfigError, RequestError
+
+Mode = Literal["off", "static", "adaptive", "lag", "lag-budget"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+Signal = Literal["auto", "head", "peak", "drawn"]
+Acceptance = Literal["coupled", "rejection"]
+DEFAULT_MAX_DRAFTS = 7  # S when the user names none and the drafter could do more
+
+
+def _choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{field} is {value!r}; choose one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """What one request asks of the sampler. Temperature 0 is greedy, and then top_k, top_p and seed have no effect."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0  # in (0, 1]
+    top_k: int = 0  # 0 = off
+    seed: int | None = None  # None: a random one is drawn for the request
+    max_tokens: int = 256
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+            raise RequestError(f"temperature is {self.temperature!r}; it must be a finite number, 0 (greedy) or above")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p is {self.top_p!r}; it must lie in (0, 1], 1 switches it off")
+        if not _is_int(self.top_k) or self.top_k < 0:
+            raise RequestError(f"top_k is {self.top_k!r}; it must be a whole number, 0 switches it off")
+        if not _is_int(self.max_tokens) or self.max_tokens < 1:
+            raise RequestError(f"max_tokens is {self.max_tokens!r}; ask for at least 1 token")
+        if self.seed is not None and (not _is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
+            raise RequestError(f"seed is {self.seed!r}; it must be a whole number of at most 64 bits, or None")
+        for token in self.stop_token_ids:
+            if not _is_int(token) or token < 0:
+                raise RequestError(f"stop_token_ids holds {token!r}; token ids are whole numbers from 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculativeConfig:
+    """How drafts are made and how many of them the target verifies. The defaults verify every draft (mode static)."""
+
+    draft_model: str | None = None  # folder or built-in name
+    speculative_algorithm: str = "auto"  # auto, dflash, dspark; anything but auto must agree with the file
+    num_speculative_tokens: int | None = None  # S; None: what the file drafts, at most 7
+    enable_adaptive_speculative_decode: bool = False  # prune widths by confidence
+    enable_lag_confidence: bool = False  # decide from the previous step's confidence
+    confidence_allocation: Literal["lagged", "fresh"] = "lagged"  # fresh: the device hands out a lagged total
+    confidence_signal: Signal = "auto"
+    adaptive_speculative_min_gain: float = 0.0  # relative gain that one more draft must promise
+    acceptance: Acceptance = "coupled"
+    draft_sampling: Literal["auto", "greedy", "sample"] = "auto"
+    cost_model: str = "auto"  # auto, none, or a file
+    calibration: str | None = None  # file; None: calibration.json in the drafter's folder, if there
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "speculative_algorithm", str(self.speculative_algorithm).lower())
+        _choice("speculative_algorithm", self.speculative_algorithm, ("auto", "dflash", "dspark"))
+        _choice("confidence_allocation", self.confidence_allocation, ("lagged", "fresh"))
+        _choice("confidence_signal", self.confidence_signal, get_args(Signal))
+        _choice("acceptance", self.acceptance, get_args(Acceptance))
+        _choice("draft_sampling", self.draft_sampling, ("auto", "greedy", "sample"))
+        for field in ("enable_adaptive_speculative_decode", "enable_lag_confidence"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be true or false")
+        s = self.num_speculative_tokens
+        if s is not None and (not _is_int(s) or s < 1):
+            raise ConfigError(f"num_speculative_tokens is {s!r}; it must be a whole number from 1")
+        gain = self.adaptive_speculative_min_gain
+        if not _is_number(gain) or not 0 <= gain < math.inf:
+            raise ConfigError(f"adaptive_speculative_min_gain is {gain!r}; it must be a finite number from 0")
+        self._refuse_options_without_effect()
+
+    def _refuse_options_without_effect(self) -> None:
+        if self.enable_lag_confidence and not self.enable_adaptive_speculative_decode:
+            raise ConfigError(
+                "enable_lag_confidence needs enable_adaptive_speculative_decode: lag says from which confidence widths "
+                "are decided, and without adaptive nothing is decided. Switch adaptive on as well"
+            )
+        default = {f.name: f.default for f in dataclasses.fields(self)}
+        changed = {name for name, value in default.items() if getattr(self, name) != value}
+        if self.draft_model is None and changed:
+            raise ConfigError(f"{', '.join(sorted(changed))}: no effect without draft_model; name a drafter or drop the option")
+        if not self.enable_adaptive_speculative_decode:
+            idle = changed & {"confidence_signal", "adaptive_speculative_min_gain", "cost_model", "calibration"}
+            if idle:
+                raise ConfigError(f"{', '.join(sorted(idle))}: no effect without enable_adaptive_speculative_decode")
+        if self.confidence_allocation == "fresh" and not self.enable_lag_confidence:
+            raise ConfigError("confidence_allocation 'fresh' has no effect without enable_lag_confidence; switch lag on")
+        if self.adaptive_speculative_min_gain and self.confidence_allocation == "fresh":
+            raise ConfigError(
+                "adaptive_speculative_min_gain works on one token at a time and has no meaning for a budget "
+                "(confidence_allocation 'fresh'); set it to 0"
+            )
+
+    @property
+    def mode(self) -> Mode:
+        if self.draft_model is None:
+            return "off"
+        if not self.enable_adaptive_speculative_decode:
+            return "static"
+        if not self.enable_lag_confidence:
+            return "adaptive"
+        return "lag" if self.confidence_allocation == "lagged" else "lag-budget"
+
+    @classmethod
+    def for_mode(cls, mode: str, **fields: Any) -> "SpeculativeConfig":
+        """The config of a `--verify` mode; `fields` are the remaining options (those that the mode ignores are dropped)."""
+        _choice("verify", mode, MODES)
+        if mode == "off":
+            return cls()
+        flags = {
+            "enable_adaptive_speculative_decode": mode in ("adaptive", "lag", "lag-budget"),
+            "enable_lag_confidence": mode in ("lag", "lag-budget"),
+            "confidence_allocation": "fresh" if mode == "lag-budget" else "lagged",
+        }
+        return from_mapping(cls, {**fields, **flags})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """How the engine is sized. None means: chosen at start, with a reason in the log."""
+
+    dtype: str = "auto"  # auto, bfloat16, float32 (float16 on a GPU)
+    device: str = "auto"  # auto, cpu, cuda
+    max_num_seqs: int | None = None  # slots: 64 on a CPU, 256 on a GPU
+    max_num_batched_tokens: int | None = None  # given rows per step: 512 on a CPU, 8192 on a GPU
+    max_model_len: int | None = None  # positions per request; None: the target's limit
+    page_size: int = 16  # tokens per KV page
+    kv_memory: int | None = None  # bytes for the KV pool; None: enough for the slots, within the memory at hand
+    seed: int | None = None  # of the seeds drawn for unseeded requests
+    overlap: bool = True  # the host runs one step ahead of the device
+
+    def __post_init__(self) -> None:
+        _choice("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
+        _choice("device", self.device.split(":")[0], ("auto", "cpu", "cuda"))
+        for field in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_memory"):
+            value = getattr(self, field)
+            if value is not None and (not _is_int(value) or value < 1):
+                raise ConfigError(f"{field} is {value!r}; it must be a whole number from 1")
+        if not _is_int(self.page_size) or self.page_size < 1:
+            raise ConfigError(f"page_size is {self.page_size!r}; it must be a whole number from 1")
+
+
+Config = TypeVar("Config", SamplingParams, SpeculativeConfig, EngineConfig)
+
+
+def from_mapping(cls: type[Config], fields: dict[str, Any]) -> Config:
+    """`cls(**fields)`, but an unknown key is a ConfigError that names it and the nearest known ones."""
+    import difflib
+
+    known = [f.name for f in dataclasses.fields(cls)]
+    for name in fields:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            raise ConfigError(f"unknown option {name!r} of {cls.__name__}; {hint}")
+    return cls(**fields)
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The options in a JSON or TOML file, flat; flags given beside it win."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config file {path}: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"config file {path}: expected a table of options at the top, found {type(data).__name__}")
+    return data
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

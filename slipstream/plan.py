@@ -1,0 +1,106 @@
+"""The records that cross the border between host and device, once per step.
+
+Down go `StepPlan` (before the draft) and `Decision` (after it was launched); up come `DraftReport` (right after the
+draft) and `StepResult` (at the end). All are frozen, torch-free and hold numpy arrays; none is kept on an object
+between two calls. Letters in shapes: B sequences of the step, D = `num_decode` of them that decode, d the draft length.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+Float32s = NDArray[np.float32]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Admission:
+    """A slot's new owner: everything that the device must know of a request. Filled by the scheduler."""
+
+    slot: int
+    token_ids_np: Int32s  # [n] the prompt, and after a preemption the output so far
+    temperature: float
+    top_k: int  # 0 = off
+    top_p: float  # 1 = off
+    seed: int  # 64 bits, signed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepPlan:
+    """What a step will do, as far as it is known before its draft. Filled by the scheduler.
+
+    Sequences 0..D-1 decode (one given row, drafts possible), D..B-1 are being prefilled (given rows only).
+    `context` is what was committed when the plan was made; the device may be ahead of it, by at most what lies in
+    flight: `context_upper_bound` includes that.
+    """
+
+    step: int
+    num_decode: int  # D
+    draft_length: int  # d: drafts per decoding sequence in this step, 0 = no draft call
+    slots_np: Int32s  # [B]
+    generations_np: Int32s  # [B] of the slots, when the plan was made
+    uids_np: Int64s  # [B] of the requests
+    decode_steps_np: Int32s  # [B] decode steps of the request before this one
+    num_given_np: Int32s  # [B] rows that are certain: 1 in decode, the chunk in prefill
+    emits_np: Bools  # [B] False while prompt tokens remain after this step
+    caps_np: Int32s  # [B] most drafts that may be verified (context end, pages, d); 0 in prefill
+    context_np: Int32s  # [B] committed context length s
+    context_upper_bound_np: Int32s  # [B] s at most, with what lies in flight
+    sampled_np: Bools  # [B] temperature above 0
+    admissions: tuple[Admission, ...]
+    page_writes_np: Int32s  # [n, 3] (slot, index in its page table, page): pages reserved since the last plan
+    any_sampled: bool
+    any_top_k: bool
+    any_top_p: bool
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.slots_np)
+
+    @property
+    def num_given(self) -> int:
+        return int(self.num_given_np.sum())
+
+    @property
+    def num_emitting(self) -> int:
+        return int(self.emits_np.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Decision:
+    """How many drafts are verified: a width per sequence, or a budget that the device hands out.
+
+    Exactly one of `widths_np` and `budget` is set. With a budget, the device gives the K = `budget` drafts of largest
+    fresh survival, within `caps_np`; the policy has made sure that K <= caps.sum(), so the row count is known here.
+    """
+
+    widths_np: Int32s | None  # [B]
+    budget: int | None  # K
+    caps_np: Int32s  # [B]
+    reason: str = ""  # why nothing was pruned, for log and statistics
+
+    @property
+    def num_draft_rows(self) -> int:
+        return int(self.widths_np.sum()) if self.widths_np is not None else int(self.budget or 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DraftReport:
+    """Confidence of one draft call, as the drafter said it (not calibrated). Filled by `take_confidence`."""
+
+    step: int
+    signal_np: Float32s  # [D, d] raw estimate of P(draft j accepted | drafts before j accepted), a probability
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepResult:
+    """What a step produced. Filled by `collect`."""
+
+    step: int
+    widths_np: Int32s  # [B] drafts that were verified
+    num_accepted_np: Int32s  # [B] n, drafts only
+    token_ids_np: Int32s  # [B, max width + 1] the target's tokens y_0..y_n; beyond n undefined. Row of a sequence that does not emit: undefined
+    invalid_np: Bools  # [B] the target's logits were not finite
