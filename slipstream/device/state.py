@@ -1,0 +1,99 @@
+"""Slot state: what the device knows of every running request, at fixed addresses.
+
+The host never reads it. `load` writes a plan into it, `apply_verdict` moves it forward after acceptance; everything else
+only gathers. Letters in shapes: N slots, L positions per request, P pages per request, B sequences of the step.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.cache.pages import NULL_PAGE
+from slipstream.cache.pool import KVPool
+from slipstream.device.staging import Uploader
+from slipstream.plan import Admission, StepPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotState:
+    token_ids: Tensor  # [N, L + 1] int32: every known token of the request; column L takes writes that nobody wants
+    context: Tensor  # [N] int64: tokens whose KV is in the cache = position of the anchor
+    page_table: Tensor  # [N, P] int64
+    temperature: Tensor  # [N] float32
+    top_k: Tensor  # [N] int64, 0 = off
+    top_p: Tensor  # [N] float32
+    seed: Tensor  # [N] int64
+
+    @property
+    def max_len(self) -> int:
+        return self.token_ids.shape[1] - 1
+
+
+def make_slot_state(num_slots: int, max_len: int, page_size: int, device: torch.device) -> SlotState:
+    max_pages = -(-max_len // page_size)
+    return SlotState(
+        token_ids=torch.zeros(num_slots, max_len + 1, dtype=torch.int32, device=device),
+        context=torch.zeros(num_slots, dtype=torch.int64, device=device),
+        page_table=torch.full((num_slots, max_pages), NULL_PAGE, dtype=torch.int64, device=device),
+        temperature=torch.zeros(num_slots, dtype=torch.float32, device=device),
+        top_k=torch.zeros(num_slots, dtype=torch.int64, device=device),
+        top_p=torch.ones(num_slots, dtype=torch.float32, device=device),
+        seed=torch.zeros(num_slots, dtype=torch.int64, device=device),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanOnDevice:
+    """The per-sequence part of a StepPlan as device tensors."""
+
+    slots: Tensor  # [B] int64
+    num_given: Tensor  # [B] int64
+    emits: Tensor  # [B] bool
+
+
+def load(state: SlotState, plan: StepPlan, uploader: Uploader, pools: tuple[KVPool, ...]) -> PlanOnDevice:
+    """Write admissions and page reservations of the plan into the slots; return its per-sequence vectors."""
+    arrays = {
+        "slots": plan.slots_np.astype(np.int64),
+        "num_given": plan.num_given_np.astype(np.int64),
+        "emits": plan.emits_np,
+        "page_writes": plan.page_writes_np.astype(np.int64).reshape(-1, 3),
+    }
+    moved = uploader.upload(arrays)
+    for admission in plan.admissions:
+        _admit(state, admission, uploader)
+    if len(plan.page_writes_np):
+        slot, index, page = moved["page_writes"].unbind(1)
+        state.page_table.index_put_((slot, index), page)
+        for pool in pools:
+            pool.clear(page)
+    return PlanOnDevice(moved["slots"], moved["num_given"], moved["emits"])
+
+
+def _admit(state: SlotState, admission: Admission, uploader: Uploader) -> None:
+    slot, count = admission.slot, len(admission.token_ids_np)
+    moved = uploader.upload({"token_ids": admission.token_ids_np.astype(np.int32)})
+    state.token_ids[slot, :count].copy_(moved["token_ids"])
+    state.context[slot].zero_()
+    state.page_table[slot].fill_(NULL_PAGE)
+    state.temperature[slot].fill_(admission.temperature)
+    state.top_k[slot].fill_(admission.top_k)
+    state.top_p[slot].fill_(admission.top_p)
+    state.seed[slot].fill_(admission.seed)
+
+
+def apply_verdict(
+    state: SlotState, plan: PlanOnDevice, num_accepted: Tensor, emitted: Tensor
+) -> None:
+    """Move the slots forward: num_accepted [B] (0 where nothing is emitted), emitted [B, w + 1] token ids, valid up to n.
+
+    The tokens y_0..y_n become known at positions s + given .. s + given + n; the newest of them is the next anchor.
+    """
+    start = state.context[plan.slots] + plan.num_given  # [B] position of y_0
+    steps = torch.arange(emitted.shape[1], device=start.device)
+    wanted = plan.emits[:, None] & (steps <= num_accepted[:, None])
+    columns = torch.where(wanted, start[:, None] + steps, state.max_len)
+    state.token_ids.index_put_((plan.slots[:, None].expand_as(columns), columns), emitted.to(torch.int32))
+    state.context.index_copy_(0, plan.slots, start + num_accepted)
