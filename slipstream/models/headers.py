@@ -1,0 +1,141 @@
+"""The headers of safetensors files, read without torch and without touching a single weight.
+
+A header says which tensors a file holds, their types, shapes and byte ranges. It is checked here as text from a stranger: its
+size is bounded, every range lies inside the file and has the length that the shape asks for, an index may only name files of
+its own folder. Pickle-based files (`.bin`, `.pt`) are never opened.
+Called by `checkpoint` (which heads a drafter brings along) and `inspect`; the loaders read the values with the safetensors library.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+MAX_JSON_BYTES = 64_000_000
+DTYPE_BITS = {
+    "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
+    "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+}  # fmt: skip
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorHeader:
+    """One tensor of a file: what it is, not what it holds."""
+
+    name: str
+    dtype: str  # safetensors spelling: "BF16", "F32", "I64", ...
+    shape: tuple[int, ...]
+    file: Path
+
+    @property
+    def num_values(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_values * DTYPE_BITS[self.dtype] // 8
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or a CheckpointError that names the file."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist; a model folder needs {path.name}")
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES} bytes, too large for {path.name}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}; an object is needed")
+    return value
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder: the shards of its index, or its single file."""
+    if (folder / INDEX).is_file():
+        return _indexed_files(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+        hint = f"; {pickled[0]} is a pickle and is never opened, convert it to safetensors" if pickled else ""
+        raise CheckpointError(f"{folder} holds no .safetensors file{hint}")
+    if len(files) > 1:
+        raise CheckpointError(
+            f"{folder} holds {len(files)} .safetensors files and no {INDEX}; keep one, or add the index"
+        )
+    return files
+
+
+def _indexed_files(folder: Path) -> list[Path]:
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder / INDEX} has no weight_map object")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{folder / INDEX} names {name!r}; a shard must be a .safetensors file of the same folder"
+            )
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / INDEX} names {name}, which is missing from the folder")
+    return [folder / name for name in names]
+
+
+def read_headers(folder: Path) -> dict[str, TensorHeader]:
+    """Every tensor of a model folder by name, in file order; a name that occurs twice is an error."""
+    found: dict[str, TensorHeader] = {}
+    for path in weight_files(folder):
+        for header in read_file_header(path):
+            if header.name in found:
+                raise CheckpointError(f"tensor {header.name} is in both {found[header.name].file.name} and {path.name}")
+            found[header.name] = header
+    return found
+
+
+def read_file_header(path: Path) -> list[TensorHeader]:
+    """The tensors of one safetensors file, validated against the file's size."""
+    file_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes - 8):
+            raise CheckpointError(
+                f"{path} is not a whole safetensors file: header of {header_bytes} bytes, file of {file_bytes}"
+            )
+        raw = file.read(header_bytes)
+    try:
+        entries = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} has a broken safetensors header: {error}") from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path} has a broken safetensors header: not an object")
+    data_bytes = file_bytes - 8 - header_bytes
+    return [_tensor_header(path, name, entry, data_bytes) for name, entry in entries.items() if name != "__metadata__"]
+
+
+def _tensor_header(path: Path, name: str, entry: Any, data_bytes: int) -> TensorHeader:
+    where = f"{path}: tensor {name}"
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise CheckpointError(f"{where} lacks dtype, shape or data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype not in DTYPE_BITS:
+        raise CheckpointError(f"{where} has type {dtype!r}, which is not supported")
+    if not _is_counts(shape) or not _is_counts(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{where} has a malformed shape or data_offsets")
+    header = TensorHeader(name=name, dtype=dtype, shape=tuple(shape), file=path)
+    if not offsets[0] <= offsets[1] <= data_bytes:
+        raise CheckpointError(f"{where} lies outside the file (bytes {offsets} of {data_bytes}); the file is cut short")
+    if offsets[1] - offsets[0] != header.num_bytes:
+        raise CheckpointError(
+            f"{where} has {offsets[1] - offsets[0]} bytes, its shape {shape} needs {header.num_bytes}"
+        )
+    return header
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
