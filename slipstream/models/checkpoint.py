@@ -1,9 +1,10 @@
 """What a drafter folder says about itself: config.json -> DrafterSpec, in one vocabulary for all dialects.
 
-Dialects: this project's and DeepSpec's flat files (`Qwen3DSparkModel`), z-lab's `DFlashDraftModel` with a `dflash_config`,
-SpecForge's `DSparkDraftModel`, and speculators files. All describe one network. A key that would change the arithmetic and is
-not understood is refused by name. Nothing here imports torch or reads a weight; `layout` decides which row predicts which token.
-Called by `drafters` (load and save), by `inspect`, and by the trainer, which builds a DrafterSpec itself.
+Dialects: this project's and DeepSpec's flat files (`Qwen3DSparkModel`), z-lab's `DFlashDraftModel` with a
+`dflash_config`, SpecForge's `DSparkDraftModel`, and speculators files. All describe one network. A key that would
+change the arithmetic and is not understood is refused by name. Nothing here imports torch or reads a weight; `layout`
+decides which row predicts which token. Called by `drafters` (load and save), by `inspect`, and by the trainer, which
+builds a DrafterSpec itself.
 """
 
 import dataclasses
@@ -211,14 +212,20 @@ _QWEN3_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def read_spec(folder: Path, layout: str | None = None) -> DrafterSpec:
-    """The spec of a drafter folder, tensors checked by name and shape; `layout` overrides what the file says."""
+def read_checkpoint(folder: Path, layout: str | None = None) -> tuple[DrafterSpec, dict[str, TensorHeader]]:
+    """A drafter folder's spec and its tensors by canonical name, checked; `layout` overrides what the file says."""
+    if not folder.is_dir():
+        raise CheckpointError(f"drafter folder {folder} does not exist")
     config = read_json(folder / "config.json")
     refuse_other_networks(config)
     headers = read_headers(folder)
     spec = with_tensors(spec_from_config(config, layout), headers)
-    check_tensors(spec, headers)
-    return spec
+    return spec, check_tensors(spec, headers)
+
+
+def read_spec(folder: Path, layout: str | None = None) -> DrafterSpec:
+    """The spec of a drafter folder; `layout` overrides what the file says."""
+    return read_checkpoint(folder, layout)[0]
 
 
 def spec_from_config(config: Mapping[str, Any], layout: str | None = None) -> DrafterSpec:
@@ -270,7 +277,7 @@ def spec_from_config(config: Mapping[str, Any], layout: str | None = None) -> Dr
 def refuse_other_networks(config: Mapping[str, Any]) -> None:
     """Raise on another network, on options that change the arithmetic, and on keys that nobody here has heard of."""
     name, kind = next(iter(config.get("architectures") or ()), None), config.get("speculators_model_type")
-    _need(name not in REFUSED_CLASSES, f"architectures {name} is not supported: {REFUSED_CLASSES.get(name)}")
+    _need(name not in REFUSED_CLASSES, f"architectures {name} is not supported: {REFUSED_CLASSES.get(str(name))}")
     _need(kind in (None, "dflash", "dspark"), f"speculators_model_type {kind!r} is not a block drafter")
     nested = config.get("dflash_config") or {}
     _need(isinstance(nested, dict), "dflash_config must be an object")
@@ -288,7 +295,8 @@ def refuse_other_networks(config: Mapping[str, Any]) -> None:
         for key in sorted(values.keys() - known):
             _need(
                 _is_off(values[key]),
-                f"{place}{key} is an unknown key and may change the arithmetic; remove it from config.json if it does not",
+                f"{place}{key} is an unknown key and may change the arithmetic; "
+                "remove it from config.json if it does not",
             )
     _need(
         nested.get("is_neox_style") is not False, "dflash_config.is_neox_style=false is not supported (RoPE in pairs)"
@@ -343,7 +351,7 @@ def _merged_nested(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _windows(config: Mapping[str, Any], body: _Fields, num_layers: int) -> tuple[tuple[str, ...], int | None]:
-    """Layer types and window. In the block, sliding layers are causal and full ones are not; other files are refused."""
+    """Layer types and window. In the block, sliding layers are causal, full ones are not; other files are refused."""
     types = tuple(body.value("layer_types") or _layer_types_by_rule(body, num_layers))
     unknown = sorted(set(types) - {FULL, SLIDING})
     _need(not unknown, f"layer_types {unknown} are not supported (known: {FULL}, {SLIDING})")
@@ -516,8 +524,8 @@ def _shape_message(spec: DrafterSpec, header: TensorHeader, name: str, shape: tu
     message = f"tensor {header.name} has shape {list(header.shape)}, config.json asks for {list(shape)}"
     if name == "fc.weight":
         message += (
-            f": its columns are {len(spec.target_layer_ids)} target layers x target hidden size {spec.target_hidden_size}; "
-            "correct target_layer_ids or the hidden size, or use the drafter that was made for this target"
+            f": its columns are {len(spec.target_layer_ids)} target layers x target hidden size "
+            f"{spec.target_hidden_size}; correct target_layer_ids or the hidden size"
         )
     return message
 

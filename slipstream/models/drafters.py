@@ -1,48 +1,47 @@
 """The block drafter: DFlash and DSpark are one network, DSpark adds a Markov head and a confidence head.
 
-Target features become *context* (one normed projection `c`, then keys and values per layer); a block of [anchor, mask, ...] rows
-attends to it and to itself. The same module is trained (autograd) and served. It knows neither pages nor masks: attention over a
-block is a `BlockAttend` that the engine, the trainer or a test supplies. It does not sample; `draft/block.py` runs the serial loop.
+Target features become *context* (one normed projection `c`, then keys and values per layer); a block of rows
+[anchor, mask, ...] attends to it and to itself. The same module is trained (autograd) and served. It knows neither
+pages nor masks: attention is a `BlockAttend` that the engine, the trainer or a test supplies. It does not sample
+either; `draft/block.py` runs the serial loop.
 
-Shapes: N blocks, n rows of a block, d drafts, R context rows, H hidden size, K tapped layers of width Ht, V target vocabulary,
-Vd draft vocabulary, r Markov rank; nh, nkv, hd heads, KV heads, head size.
+Shapes: N blocks, n rows of a block, d drafts, R context rows, H hidden size, K tapped layers of width Ht, V target
+vocabulary, Vd draft vocabulary, r Markov rank; nh, nkv, hd heads, KV heads, head size.
 
-The dtype rule, in one place: everything runs in the dtype of the weights, except that norms and RoPE tables are fp32 inside, the
-Markov bias is added to *fp32* base logits (`base_logits(h).float() + bias`; a bf16 sum would round ties away), and the confidence
-head is fp32 arithmetic throughout.
+The dtype rule, in one place: everything runs in the dtype of the weights, except that norms and RoPE are fp32 inside,
+the Markov bias is added to *fp32* base logits (`base_logits(h).float() + bias`; a bf16 sum would round differences
+away), and the confidence head is fp32 arithmetic throughout.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from slipstream.models.checkpoint import DrafterSpec, check_fit
+from slipstream.errors import CheckpointError
+from slipstream.models.block_attend import BlockAttend, ContextKV
+from slipstream.models.checkpoint import DrafterSpec, check_fit, config_from_spec, expected_tensors, read_checkpoint
 from slipstream.models.decoder import Decoder
+from slipstream.models.headers import INDEX, TensorHeader
 from slipstream.models.layers import PackedLinear, RMSNorm, Rotary
 from slipstream.ops.rope import apply_rope
 
 Dtype = torch.dtype | None
 Device = torch.device | str | None
-ContextKV = list[tuple[Tensor, Tensor]]  # per layer: k and v, each [R, nkv, hd]
-
-
-class BlockAttend(Protocol):
-    """The seam between a drafter and its KV cache: attention of the rows of N blocks over their context and themselves.
-
-    RoPE and the q/k norms are applied already. Full layers see the whole context and the whole block, in both directions;
-    a sliding layer's row at position p sees context from p - (W - 1) on, and the block's rows up to itself.
-    """
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [N, n, nh, hd], k and v [N, n, nkv, hd] -> [N, n, nh * hd]."""
-        ...
 
 
 class DrafterAttention(nn.Module):
-    """Projections of one layer. Block rows use q, k and v; context rows only k and v, the tail of the same packed weight."""
+    """Projections of one layer. Block rows use q, k and v; context rows k and v, the tail of the same packed weight."""
 
     def __init__(self, spec: DrafterSpec, dtype: Dtype = None, device: Device = None) -> None:
         super().__init__()
@@ -59,15 +58,16 @@ class DrafterAttention(nn.Module):
         """Keys and values of context rows: c [R, H] -> k, v [R, nkv, hd]. c does not pass input_layernorm."""
         bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[self.q_rows :]
         kv = F.linear(c, self.qkv_proj.weight[self.q_rows :], bias).view(-1, 2 * self.num_kv_heads, self.head_dim)
-        k, v = kv.split(self.num_kv_heads, dim=1)
+        k, v = kv.chunk(2, dim=1)
         return apply_rope(self.k_norm(k), cos, sin), v
 
     def forward(self, layer: int, u: Tensor, cos: Tensor, sin: Tensor, attend: BlockAttend) -> Tensor:
         """u [N, n, H], cos and sin [N, n, hd] -> [N, n, H]."""
         nh, nkv = self.num_heads, self.num_kv_heads
-        q, k, v = self.qkv_proj(u).view(*u.shape[:2], nh + 2 * nkv, self.head_dim).split((nh, nkv, nkv), dim=2)
+        heads = self.qkv_proj(u).view(*u.shape[:2], nh + 2 * nkv, self.head_dim)
+        q, k, v = torch.split(heads, [nh, nkv, nkv], dim=2)
         qk = apply_rope(torch.cat((self.q_norm(q), self.k_norm(k)), dim=2), cos, sin)
-        q, k = qk.split((nh, nkv), dim=2)
+        q, k = torch.split(qk, [nh, nkv], dim=2)
         out: Tensor = self.o_proj(attend(layer, q, k, v))
         return out
 
@@ -126,7 +126,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = PackedLinear(2 * rank + spec.hidden_size, (rank, rank, rank), True, dtype, device)
 
     def step(self, state: Tensor | None, prev_token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """One draft: prev_token_ids [...] target ids, hidden [..., H], state [..., r] (rnn) -> bias [..., Vd], next state."""
+        """One draft: prev_token_ids [...] target ids, hidden [..., H], state [..., r] -> bias [..., Vd], next state."""
         e = F.embedding(prev_token_ids, self.markov_w1.weight)
         if self.kind == "vanilla":
             return F.linear(e, self.markov_w2.weight), None
@@ -155,7 +155,7 @@ class ConfidenceHead(nn.Module):
 
 
 class BlockDrafter(nn.Module):
-    """A DFlash or DSpark network. `share(target)` must be called before the first forward of a file without own tables."""
+    """A DFlash or DSpark network. Without own tables, `share(target)` comes before the first forward."""
 
     draft_token_ids: Tensor  # [Vd] int64, draft id -> target id, ascending
     d2t: Tensor  # [Vd] int64, the same as offsets: target id - draft id
@@ -190,7 +190,7 @@ class BlockDrafter(nn.Module):
 
     @torch.no_grad()
     def init_random(self, seed: int, std: float = 0.02) -> "BlockDrafter":
-        """Fresh weights: normal matrices of deviation `std`, unit norms, zero biases; equal for equal seeds everywhere."""
+        """Normal matrices of deviation `std`, unit norms, zero biases; equal for equal seeds on every device."""
         generator = torch.Generator(device="cpu").manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
@@ -239,7 +239,7 @@ class BlockDrafter(nn.Module):
         return F.embedding(token_ids, self.embedding_weight).to(self.dtype)
 
     def context_kv(self, features: Tensor, positions: Tensor) -> ContextKV:
-        """features [R, K * Ht] in tap order, positions [R] -> per layer k, v [R, nkv, hd]; each row depends on itself alone."""
+        """features [R, K * Ht] in tap order, positions [R] -> per layer k, v [R, nkv, hd], row by row independent."""
         c = self.hidden_norm(self.fc(features.to(self.dtype)))
         cos, sin = self.rotary.table(positions)
         return [layer.self_attn.context(c, cos, sin) for layer in self._layers()]
@@ -259,9 +259,9 @@ class BlockDrafter(nn.Module):
         return F.linear(hidden.to(head.dtype), head)
 
     def markov_start(self, hidden: Tensor, anchor_ids: Tensor) -> Tensor | None:
-        """State before the first draft of each block: hidden [N, n, H] all rows, anchor_ids [N] -> [N, r], or None if stateless.
+        """State before the first draft: hidden [N, n, H] of all rows, anchor_ids [N] -> [N, r], or None if stateless.
 
-        In the fill-in layout row 0 predicts nothing and still advances the recurrence, with the anchor as its previous token.
+        In the fill-in layout row 0 predicts nothing, yet it advances the recurrence with the anchor as previous token.
         """
         if self.markov_head is None or self.markov_head.kind != "rnn":
             return None
@@ -270,15 +270,15 @@ class BlockDrafter(nn.Module):
         return self.markov_head.step(None, anchor_ids, hidden[:, 0])[1]
 
     def markov_step(self, state: Tensor | None, prev_token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Bias of one draft: prev_token_ids [N] target ids, hidden [N, H] of the row that predicts it -> [N, Vd], next state."""
+        """Bias of one draft: prev_token_ids [N] target ids, hidden [N, H] of its row -> [N, Vd], next state."""
         assert self.markov_head is not None, "this drafter has no Markov head"
         return self.markov_head.step(state, prev_token_ids, hidden)
 
     def markov_bias(self, prev_token_ids: Tensor, hidden: Tensor, state: Tensor | None = None) -> Tensor:
         """Teacher-forced biases of whole blocks: prev_token_ids [N, m], hidden [N, m, H] -> [N, m, Vd].
 
-        Rows are either all rows of a block (fill-in: rows 0 and 1 both have the anchor as previous token) or, with `state` from
-        `markov_start`, the rows that predict drafts.
+        Rows are either all rows of a block (fill-in: rows 0 and 1 both have the anchor as previous token) or, with
+        `state` from `markov_start`, the rows that predict drafts.
         """
         assert self.markov_head is not None, "this drafter has no Markov head"
         if self.markov_head.kind != "rnn":
@@ -307,4 +307,155 @@ class BlockDrafter(nn.Module):
 
 def _table(rows: int, width: int, dtype: Dtype, device: Device) -> nn.Embedding:
     """An uninitialised table that can be trained."""
-    return nn.Embedding.from_pretrained(torch.empty(rows, width, dtype=dtype, device=device), freeze=False)
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width, dtype=dtype, device=device))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+_PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def named_weights(drafter: BlockDrafter) -> dict[str, Tensor]:
+    """Every weight by its name in files; packed ones as views of their parts, so writing to them fills the module."""
+    weights: dict[str, Tensor] = {}
+    for name, parameter in drafter.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        path, _, last = owner.rpartition(".")
+        if last not in _PACKED:
+            weights[name] = parameter.detach()
+            continue
+        module = drafter.get_submodule(owner)
+        assert isinstance(module, PackedLinear)
+        parts = torch.split(parameter.detach(), list(module.parts))
+        weights |= {f"{path}.{part}.{leaf}": rows for part, rows in zip(_PACKED[last], parts, strict=True)}
+    return weights
+
+
+def load_drafter(
+    folder: Path, target: Decoder, dtype: Dtype = None, device: Device = None, layout: str | None = None
+) -> BlockDrafter:
+    """Read a drafter folder and let it share the target's embedding and head; frozen, ready to serve.
+
+    dtype and device default to the target's. Own tables that equal the target's are dropped and shared. `layout`
+    ("fill_in" or "anchor_first") overrides the file's. Raises CheckpointError naming the field or tensor at fault.
+    """
+    table = target.embed_tokens.weight
+    dtype, device = dtype or table.dtype, device or table.device
+    spec, headers = read_checkpoint(Path(folder), layout)
+    check_fit(spec, target.spec)
+    with ExitStack() as stack, torch.no_grad():
+        read = _reader(stack, headers)
+        ids = None if spec.draft_vocab_size is None else _draft_token_ids(read("d2t"), spec.vocab_size)
+        drafter = BlockDrafter(_without_copies(spec, read, ids, target), dtype, device)
+        for name, weight in named_weights(drafter).items():
+            weight.copy_(read(name))
+    if ids is not None:
+        drafter.set_draft_vocabulary(ids.to(device))
+    drafter.share(target)
+    return drafter.requires_grad_(False).eval()
+
+
+def _reader(stack: ExitStack, headers: Mapping[str, TensorHeader]) -> Callable[[str], Tensor]:
+    """A function from canonical name to tensor; every file is opened once, memory-mapped."""
+    paths = {header.file for header in headers.values()}
+    files = {path: stack.enter_context(safe_open(path, framework="pt", device="cpu")) for path in paths}
+
+    def read(name: str) -> Tensor:
+        header = headers[name]
+        tensor: Tensor = files[header.file].get_tensor(header.name)
+        return tensor
+
+    return read
+
+
+def _draft_token_ids(d2t: Tensor, vocab_size: int) -> Tensor:
+    """Target ids [Vd] of the draft ids from their offsets."""
+    ids = torch.arange(len(d2t)) + d2t.to(torch.int64)
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise CheckpointError(
+            f"d2t maps to target ids {low}..{high}, outside 0..{vocab_size - 1}; "
+            "it must hold offsets (target id - draft id)"
+        )
+    if not bool((ids.diff() > 0).all()):
+        raise CheckpointError("d2t must map to ascending target ids without repetition; it holds offsets, not ids")
+    return ids
+
+
+def _without_copies(
+    spec: DrafterSpec, read: Callable[[str], Tensor], ids: Tensor | None, target: Decoder
+) -> DrafterSpec:
+    """The spec without own tables that only repeat the target's."""
+    head = target.head_weight if ids is None else target.head_weight[ids.to(target.head_weight.device)]
+    return dataclasses.replace(
+        spec,
+        own_embedding=spec.own_embedding and not _equal(read("embed_tokens.weight"), target.embed_tokens.weight),
+        own_head=spec.own_head and not _equal(read("lm_head.weight"), head),
+    )
+
+
+def _equal(stored: Tensor, table: Tensor) -> bool:
+    return stored.shape == table.shape and torch.equal(stored.to(table.dtype), table.cpu())
+
+
+def save_drafter(
+    drafter: BlockDrafter,
+    folder: Path,
+    extra_config: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_bytes: int | None = None,
+) -> None:
+    """Write config.json and the weights; what is shared with the target is not written.
+
+    Each file appears whole or not at all (written beside, then renamed), config.json last. `extra_config` goes under
+    the key "slipstream" and is not read back. With `max_shard_bytes` the weights are split into files of at most that
+    many bytes, a single larger tensor excepted.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: weight.to("cpu", dtype).contiguous() for name, weight in named_weights(drafter).items()}
+    if drafter.spec.draft_vocab_size is not None:
+        weights["d2t"] = drafter.d2t.cpu()
+    shards = _shards({name: weights[name] for name in expected_tensors(drafter.spec)}, max_shard_bytes)
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        _replace(folder / name, partial(save_file, shard, metadata={"format": "pt"}))
+    if len(shards) > 1:
+        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        total = sum(weight.nbytes for weight in weights.values())
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    for stale in {path.name for path in folder.glob("model*.safetensors*")} - {
+        *names,
+        *([INDEX] if len(shards) > 1 else []),
+    }:
+        (folder / stale).unlink()
+    config = config_from_spec(drafter.spec) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    _write_json(folder / "config.json", config | ({"slipstream": dict(extra_config)} if extra_config else {}))
+
+
+def _shards(weights: Mapping[str, Tensor], max_bytes: int | None) -> list[dict[str, Tensor]]:
+    """The weights in order, cut wherever the next one would exceed the limit."""
+    shards: list[dict[str, Tensor]] = [{}]
+    used = 0
+    for name, weight in weights.items():
+        if max_bytes is not None and shards[-1] and used + weight.nbytes > max_bytes:
+            shards.append({})
+            used = 0
+        shards[-1][name] = weight
+        used += weight.nbytes
+    return shards
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    _replace(path, lambda temporary: temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8"))
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
 """The headers of safetensors files, read without torch and without touching a single weight.
 
-A header says which tensors a file holds, their types, shapes and byte ranges. It is checked here as text from a stranger: its
-size is bounded, every range lies inside the file and has the length that the shape asks for, an index may only name files of
-its own folder. Pickle-based files (`.bin`, `.pt`) are never opened.
-Called by `checkpoint` (which heads a drafter brings along) and `inspect`; the loaders read the values with the safetensors library.
+A header says which tensors a file holds, their types, shapes and byte ranges. It is checked here as text from a
+stranger: its size is bounded, every range lies inside the file and has the length that the shape asks for, an index may
+only name files of its own folder. Pickle-based files (`.bin`, `.pt`) are never opened.
+Called by `checkpoint` and `inspect`; the values themselves are read with the safetensors library.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Which row of a drafter's block predicts which token, decided in one place and with its reason.
 
-The two layouts have equal tensors, equal inputs and equal positions; only the reading of the rows differs. A wrong choice loads
-cleanly and drafts at under 1% acceptance, so every decision says where it came from: the user, a flag, the number of drafts
-that the file proposes, or the class name, in that order. Torch-free; called by `checkpoint`.
+The two layouts have equal tensors, equal inputs and equal positions; only the reading of the rows differs. A wrong
+choice loads cleanly and drafts at under 1% acceptance, so every decision says where it came from: the user, a flag, the
+number of drafts that the file proposes, or the class name, in that order. Torch-free; called by `checkpoint`.
 """
 
 from collections.abc import Mapping
