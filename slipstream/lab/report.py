@@ -1,0 +1,200 @@
+"""From measured waves to the rows that `bench` and `make demo` report: statistics, loops, the table. Torch-free.
+
+A wave is one pass of one case (mode, S, concurrency) over all requests. Cases take turns wave by wave, so a row's
+figures are medians over waves that lay between those of the other cases; counters are sums over all waves.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+from slipstream.lab.critical_path import CriticalPath
+from slipstream.metrics import SpecCounters
+
+MAX_LOOP_PERIOD = 64  # tokens
+MIN_LOOP_REPEATS = 3
+MIN_LOOP_TOKENS = 24  # "0000" at the end of a number is no loop
+
+NO_CRITICAL_PATH = CriticalPath(decide_us=None, decide_hidden_us=None, build_us=None, gap_us=None, device_busy=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One line of the table, before it is measured."""
+
+    mode: str
+    num_speculative_tokens: int | None  # S; None in mode off
+    concurrency: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What all cases of a run share."""
+
+    prompts: str
+    dtype: str
+    acceptance: str
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a bench keeps of one completion."""
+
+    token_ids: tuple[int, ...]
+    spec: SpecCounters
+    ttft_ms: float
+    tpot_ms: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wave:
+    wall_s: float  # from the first submit to the last token, prefill included
+    num_steps: int  # engine steps in which something decoded
+    answers: tuple[Answer, ...]  # in the order of the requests
+    critical_path: CriticalPath = field(default=NO_CRITICAL_PATH)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+    @property
+    def tok_per_s(self) -> float:
+        return self.output_tokens / self.wall_s
+
+
+def median(values: Sequence[float | None]) -> float | None:
+    """Of the values that exist."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def ends_in_loop(token_ids: Sequence[int]) -> bool:
+    """Whether the end of an answer repeats itself: small models fall into loops, and a loop is easy to draft."""
+    for period in range(1, MAX_LOOP_PERIOD + 1):
+        span = max(MIN_LOOP_REPEATS * period, MIN_LOOP_TOKENS)
+        if len(token_ids) < span:
+            continue
+        tail = token_ids[-span:]
+        if tail[period:] == tail[:-period]:
+            return True
+    return False
+
+
+def total(answers: Sequence[Answer]) -> SpecCounters:
+    counters = SpecCounters(mode=answers[0].spec.mode if answers else "off")
+    for answer in answers:
+        counters.merge(answer.spec)
+    return counters
+
+
+def bench_row(case: Case, settings: Settings, signal: str | None, waves: Sequence[Wave]) -> dict[str, Any]:
+    """One row of the report; `ratio_to_off` and `same_as_off` are filled by `compare_to_off`."""
+    answers = [answer for wave in waves for answer in wave.answers]
+    straight = [answer for answer in answers if not ends_in_loop(answer.token_ids)]
+    counters, no_loops = total(answers), total(straight)
+    speeds = [wave.tok_per_s for wave in waves]
+    num_steps = sum(wave.num_steps for wave in waves)
+    rows = counters.verified + counters.steps
+    return {
+        "mode": case.mode,
+        "prompts": settings.prompts,
+        "dtype": settings.dtype,
+        "acceptance": settings.acceptance,
+        "signal": signal,
+        "waves": len(waves),
+        "tok_per_s_min": min(speeds),
+        "tok_per_s_max": max(speeds),
+        "ratio_to_off": None,
+        "num_speculative_tokens": case.num_speculative_tokens,
+        "concurrency": case.concurrency,
+        "temperature": settings.temperature,
+        "requests": len(waves[0].answers),
+        "output_tokens": sum(wave.output_tokens for wave in waves),
+        "wall_s": sum(wave.wall_s for wave in waves),
+        "tok_per_s": statistics.median(speeds),
+        "tpot_ms": median([answer.tpot_ms for answer in answers]),
+        "ttft_ms": median([answer.ttft_ms for answer in answers]),
+        "drafted": counters.drafted,
+        "verified": counters.verified,
+        "accepted": counters.accepted,
+        "emitted": counters.emitted,
+        "acceptance_rate": counters.acceptance_rate,
+        "mean_accepted_length": counters.mean_accepted_length,
+        "rows_per_step": rows / num_steps if num_steps else None,
+        **{name: median([getattr(w.critical_path, name) for w in waves]) for name in asdict(NO_CRITICAL_PATH)},
+        "wave_tok_per_s": speeds,
+        "width_histogram": {str(w): n for w, n in sorted(counters.width_histogram.items())},
+        "acceptance_at": [
+            counters.accepted_at[j] / counters.verified_at[j] for j in sorted(counters.verified_at) if counters.verified_at[j]
+        ],
+        "looping_answers": len(answers) - len(straight),
+        "acceptance_rate_no_loops": no_loops.acceptance_rate,
+        "mean_accepted_length_no_loops": no_loops.mean_accepted_length,
+        "same_as_off": None,
+    }
+
+
+def compare_to_off(rows: Sequence[dict[str, Any]], answers: Sequence[Sequence[Answer]]) -> None:
+    """Fill in, for every row, the speed relative to the plain row of its concurrency and how many answers equal its.
+
+    `answers` are each row's, of one wave. In fp32 answers differ only by near ties, in bf16 by ties of rounding.
+    """
+    plain = {row["concurrency"]: (row, theirs) for row, theirs in zip(rows, answers, strict=True) if row["mode"] == "off"}
+    for row, ours in zip(rows, answers, strict=True):
+        if row["concurrency"] not in plain:
+            continue
+        off, theirs = plain[row["concurrency"]]
+        row["ratio_to_off"] = row["tok_per_s"] / off["tok_per_s"]
+        row["same_as_off"] = sum(a.token_ids == b.token_ids for a, b in zip(ours, theirs, strict=True))
+
+
+def rows_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    """The report for eyes, plain decoding first."""
+    table = Table(title=title, title_justify="left")
+    for name in ("mode", "S", "conc.", "tok/s", "(min - max)", "x off", "tokens/step", "accepted", "rows/step", "same text"):
+        table.add_column(name, justify="left" if name == "mode" else "right")
+    for row in sorted(rows, key=lambda row: (row["concurrency"], row["mode"] != "off")):
+        table.add_row(
+            row["mode"],
+            _shown(row["num_speculative_tokens"], "d"),
+            str(row["concurrency"]),
+            _shown(row["tok_per_s"], ".1f"),
+            f"({row['tok_per_s_min']:.1f} - {row['tok_per_s_max']:.1f})",
+            _shown(row["ratio_to_off"], ".2f"),
+            _shown(row["mean_accepted_length"], ".2f"),
+            _shown(row["acceptance_rate"], ".0%"),
+            _shown(row["rows_per_step"], ".2f"),
+            "-" if row["same_as_off"] is None else f"{row['same_as_off']}/{row['requests']}",
+        )
+    return table
+
+
+def probe_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """What lies on the critical path of a decode step, medians."""
+    table = Table(title="critical path of a decode step", title_justify="left")
+    for name in ("mode", "conc.", "decide us", "hidden us", "build us", "gap us", "device busy"):
+        table.add_column(name, justify="left" if name == "mode" else "right")
+    for row in rows:
+        shown = [_shown(row[name], ".0f") for name in ("decide_us", "decide_hidden_us", "build_us", "gap_us")]
+        table.add_row(row["mode"], str(row["concurrency"]), *shown, _shown(row["device_busy"], ".0%"))
+    return table
+
+
+def plain_json(value: Any) -> Any:
+    """The same value with null for every number that JSON does not know."""
+    if isinstance(value, dict):
+        return {key: plain_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _shown(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)

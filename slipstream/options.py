@@ -1,0 +1,88 @@
+"""Options of a command, from flags and a config file: a flag over the file, the file over the defaults.
+
+A file (JSON or TOML) is flat; its keys are the fields of SpeculativeConfig, EngineConfig and SamplingParams, plus
+`model`, `verify` and what the command adds. Unknown keys are errors. Torch-free; called by the command line only.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import EngineConfig, SamplingParams, SpeculativeConfig, from_mapping, read_config_file
+from slipstream.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2-135m"
+MODE_FLAGS = frozenset({"enable_adaptive_speculative_decode", "enable_lag_confidence", "confidence_allocation"})
+
+
+def field_names(cls: type) -> frozenset[str]:
+    return frozenset(f.name for f in dataclasses.fields(cls))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What was asked for, by whom it is for. Values are checked by the classes that they are fields of."""
+
+    model: str
+    verify: str | None  # a mode by name; None: the mode that the fields of `speculative` say
+    speculative: Mapping[str, Any]
+    engine: Mapping[str, Any]
+    sampling: Mapping[str, Any]
+    command: Mapping[str, Any]  # what belongs to the command alone
+
+    def speculative_config(self) -> SpeculativeConfig:
+        """The mode named by `verify`, with the other fields; what has no effect in that mode is refused."""
+        if self.verify is None:
+            return from_mapping(SpeculativeConfig, dict(self.speculative))
+        if self.verify == "off":
+            idle = sorted(set(self.speculative) - {"draft_model"})
+            if idle:
+                raise ConfigError(f"{', '.join(idle)}: no effect with verify off; drop the option or choose another mode")
+        elif not self.speculative.get("draft_model"):
+            raise ConfigError(f"verify {self.verify!r} needs a drafter; name one with --draft, or use --verify off")
+        return SpeculativeConfig.for_mode(self.verify, **self.speculative)
+
+    def engine_config(self) -> EngineConfig:
+        return from_mapping(EngineConfig, dict(self.engine))
+
+    def sampling_params(self) -> SamplingParams:
+        return from_mapping(SamplingParams, dict(self.sampling))
+
+
+def gather(flags: Mapping[str, Any], config: Path | None, own: frozenset[str] = frozenset()) -> Options:
+    """Options from `flags` (None: not given) and the file. `own` are the names that the command adds."""
+    from_file = read_config_file(config) if config else {}
+    given = {name: value for name, value in flags.items() if value is not None}
+    if "verify" in from_file and MODE_FLAGS & from_file.keys():
+        both = ", ".join(sorted(MODE_FLAGS & from_file.keys()))
+        raise ConfigError(f"config file {config}: verify and {both} both say the mode; keep one of them")
+    if "verify" in given:
+        from_file = {name: value for name, value in from_file.items() if name not in MODE_FLAGS}
+    merged = {**from_file, **given}
+    parts = {cls: field_names(cls) for cls in (SpeculativeConfig, EngineConfig, SamplingParams)}
+    _refuse_unknown(merged, frozenset({"model", "verify"}) | own | frozenset().union(*parts.values()))
+
+    def pick(names: frozenset[str]) -> dict[str, Any]:
+        return {name: value for name, value in merged.items() if name in names}
+
+    sampling = pick(parts[SamplingParams])
+    if isinstance(sampling.get("stop_token_ids"), list):
+        sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+    return Options(
+        model=str(merged.get("model", DEFAULT_MODEL)),
+        verify=merged.get("verify"),
+        speculative=pick(parts[SpeculativeConfig]),
+        engine=pick(parts[EngineConfig]),
+        sampling=sampling,
+        command=pick(own),
+    )
+
+
+def _refuse_unknown(merged: Mapping[str, Any], known: frozenset[str]) -> None:
+    for name in merged:
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            raise ConfigError(f"unknown option {name!r}; " + (f"did you mean {near[0]}?" if near else "see --help"))

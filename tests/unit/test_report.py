@@ -1,0 +1,121 @@
+"""Statistics of the bench: what a row says, and of what."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from slipstream.errors import RequestError
+from slipstream.lab.prompts import read_prompts
+from slipstream.lab.report import Answer, Case, Settings, Wave, bench_row, compare_to_off, ends_in_loop, plain_json, rows_table
+from slipstream.metrics import SpecCounters
+
+SETTINGS = Settings(prompts="sample", dtype="float32", acceptance="coupled", temperature=0.0)
+NAMED_KEYS = (
+    "mode, prompts, dtype, acceptance, signal, waves, tok_per_s_min, tok_per_s_max, ratio_to_off, num_speculative_tokens, "
+    "concurrency, temperature, requests, output_tokens, wall_s, tok_per_s, tpot_ms, ttft_ms, drafted, verified, accepted, "
+    "emitted, acceptance_rate, mean_accepted_length, rows_per_step, decide_us, decide_hidden_us, build_us, gap_us, device_busy"
+).split(", ")
+
+
+def answer(ids: tuple[int, ...], mode: str = "static", steps: int = 2, width: int = 4, accepted: int = 1) -> Answer:
+    spec = SpecCounters(mode=mode, width_histogram=Counter({width: steps}))
+    for _ in range(steps):
+        spec.count_step(width, width, accepted, accepted + 1)
+    return Answer(token_ids=ids, spec=spec, ttft_ms=5.0, tpot_ms=10.0)
+
+
+def wave(wall_s: float, *answers: Answer, num_steps: int = 2) -> Wave:
+    return Wave(wall_s=wall_s, num_steps=num_steps, answers=answers)
+
+
+def test_row_has_every_named_key_in_order() -> None:
+    row = bench_row(Case(mode="off", num_speculative_tokens=None, concurrency=1), SETTINGS, None, [wave(1.0, answer((1, 2)))])
+    assert list(row)[: len(NAMED_KEYS)] == NAMED_KEYS
+    json.dumps(row, allow_nan=False)
+
+
+def test_speed_is_the_median_and_counters_are_sums() -> None:
+    waves = [wave(t, answer((1, 2, 3, 4, 5)), answer((1, 2, 3, 4, 5))) for t in (1.0, 2.0, 4.0)]
+    row = bench_row(Case(mode="static", num_speculative_tokens=4, concurrency=2), SETTINGS, None, waves)
+    assert (row["tok_per_s_min"], row["tok_per_s"], row["tok_per_s_max"]) == (2.5, 5.0, 10.0)
+    assert (row["requests"], row["output_tokens"], row["wall_s"]) == (2, 30, 7.0)
+    assert (row["drafted"], row["verified"], row["accepted"], row["emitted"]) == (48, 48, 12, 24)
+    assert row["acceptance_rate"] == 0.25
+    assert row["mean_accepted_length"] == 2.0
+    assert row["rows_per_step"] == 10.0  # two sequences of 1 + 4 rows
+    assert row["acceptance_at"] == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_ratio_and_same_text_are_against_the_plain_row_of_the_same_concurrency() -> None:
+    def row(mode: str, concurrency: int, wall_s: float) -> dict[str, object]:
+        case = Case(mode=mode, num_speculative_tokens=None, concurrency=concurrency)
+        return bench_row(case, SETTINGS, None, [wave(wall_s, answer((1, 2), mode))])
+
+    rows = [row("off", 1, 2.0), row("lag", 1, 1.0), row("off", 8, 1.0), row("lag", 8, 1.0), row("lag", 4, 1.0)]
+    compare_to_off(rows, [[answer((1, 2))], [answer((1, 3))], [answer((1, 2))], [answer((1, 2))], [answer((1, 2))]])
+    assert [r["ratio_to_off"] for r in rows] == [1.0, 2.0, 1.0, 1.0, None]
+    assert [r["same_as_off"] for r in rows] == [1, 0, 1, 1, None]
+    assert rows_table(rows, "t").row_count == 5
+
+
+@pytest.mark.parametrize(
+    ("ids", "loops"),
+    [
+        (range(100), False),
+        ([*range(50), *[7] * 24], True),
+        ([*range(50), *[7] * 20], False),  # a run of digits
+        ([*range(50), *list(range(30)) * 3], True),
+        ([*range(50), *list(range(30)) * 2, *range(29)], False),
+        ([*[1, 2] * 50, 3], False),  # it left the loop
+        ([], False),
+    ],
+)
+def test_loops(ids: list[int], loops: bool) -> None:
+    assert ends_in_loop(tuple(ids)) is loops
+
+
+def test_acceptance_without_loops_leaves_loops_out() -> None:
+    row = bench_row(
+        Case(mode="static", num_speculative_tokens=4, concurrency=1),
+        SETTINGS,
+        None,
+        [wave(1.0, answer((7,) * 40, accepted=4), answer(tuple(range(40)), accepted=1))],
+    )
+    assert row["looping_answers"] == 1
+    assert row["mean_accepted_length"] == 3.5
+    assert row["mean_accepted_length_no_loops"] == 2.0
+
+
+def test_plain_json_has_no_nan() -> None:
+    assert plain_json({"a": [float("nan"), 1.0], "b": (float("inf"),)}) == {"a": [None, 1.0], "b": [None]}
+
+
+def test_prompts_come_in_the_order_of_the_file(tmp_path: Path) -> None:
+    assert len(read_prompts(None, 16)) == 16
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"turns": ["a", "b"]}\n\n{"turns": ["c"]}\n')
+    assert read_prompts(path, 2) == [[{"role": "user", "content": "a"}], [{"role": "user", "content": "c"}]]
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "says"),
+    [
+        ("", 1, "has 0 prompts"),
+        ('{"turns": ["a"]}', 0, "requests is 0"),
+        ('{"turns": []}', 1, "line 1"),
+        ('{"turns": ["  "]}', 1, "not empty"),
+        ("nonsense", 1, "expected"),
+    ],
+)
+def test_bad_prompt_files_are_named(tmp_path: Path, text: str, count: int, says: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(text)
+    with pytest.raises(RequestError, match=says):
+        read_prompts(path, count)
+
+
+def test_missing_prompt_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="absent"):
+        read_prompts(tmp_path / "absent.jsonl", 1)
