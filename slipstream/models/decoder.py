@@ -39,12 +39,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x [R, H], cos and sin [R, hd] -> [R, H]."""
-        heads = self.qkv_proj(x).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        num_qk = self.num_heads + self.num_kv_heads
+        heads: Tensor = self.qkv_proj(x).view(-1, num_qk + self.num_kv_heads, self.head_dim)
+        qk, v = heads[:, :num_qk], heads[:, num_qk:]
         if self.qk_norm:
-            q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        q, k = apply_rope(qk, cos, sin).split((self.num_heads, self.num_kv_heads), dim=1)
+            qk = torch.cat((self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), dim=1)
+        qk = apply_rope(qk, cos, sin)  # queries and keys share positions: one rotation for both
+        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
         out: Tensor = self.o_proj(attend(self.layer, q, k, v))
         return out
 
@@ -81,13 +82,13 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A target model. Weights are uninitialised until loaded (`models.weights`) or drawn (`init_random`), and frozen."""
+    """A target model. Its weights are frozen; arbitrary until loaded (`models.weights`) or drawn (`init_random`)."""
 
     def __init__(self, spec: DecoderSpec, dtype: Dtype = None, device: Device = None) -> None:
         super().__init__()
         self.spec = spec
         table = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
-        self.embed_tokens = nn.Embedding.from_pretrained(table)  # [V, H]
+        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size, _weight=table)  # [V, H]
         self.layers = nn.ModuleList(Layer(spec, layer, dtype, device) for layer in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype, device)
         self.lm_head: PackedLinear | None = None

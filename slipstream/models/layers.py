@@ -139,7 +139,7 @@ class Rotary(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Follow `.to(device)` but not `.to(dtype)`: positions in the thousands do not survive bf16 tables."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.cos_sin.dtype != torch.float32:
             self.cos_sin = self._compute().to(self.cos_sin.device)
         return self
@@ -161,14 +161,16 @@ class DenseAttend:
         window = self.spec.window(layer)
         if len(set(lengths)) == 1:
             return _causal(q, k, v, len(lengths), window)
-        parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+        parts = zip(*(rows.split_with_sizes(lengths) for rows in (q, k, v)), strict=True)
         return torch.cat([_causal(qs, ks, vs, 1, window) for qs, ks, vs in parts])
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, num_seqs: int, window: int | None) -> Tensor:
     """`num_seqs` sequences of equal length L: q [N * L, heads, hd] -> [N * L, heads * hd]."""
     length = q.shape[0] // num_seqs
-    q, k, v = (t.unflatten(0, (num_seqs, length)).transpose(1, 2) for t in (q, k, v))  # [N, heads, L, hd]
+    q, k, v = (
+        rows.reshape(num_seqs, length, *rows.shape[1:]).transpose(1, 2) for rows in (q, k, v)
+    )  # [N, heads, L, hd]
     mask = None
     if window is not None and window < length:
         age = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)  # [L, L]

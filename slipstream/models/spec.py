@@ -303,7 +303,7 @@ class DecoderSpec:
 
 
 def refuse_unknown_maths(config: Mapping[str, Any], honoured: frozenset[str]) -> None:
-    """Raise for any key outside `honoured` that announces arithmetic and is not switched off (None, False, 0, [], {})."""
+    """Raise for a key outside `honoured` that announces arithmetic and is not switched off (None, False, 0, empty)."""
     for key, value in config.items():
         if key in honoured or key in _HARMLESS or not value:
             continue
