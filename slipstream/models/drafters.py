@@ -34,6 +34,7 @@ from slipstream.models.checkpoint import DrafterSpec, check_fit, config_from_spe
 from slipstream.models.decoder import Decoder
 from slipstream.models.headers import INDEX, TensorHeader
 from slipstream.models.layers import PackedLinear, RMSNorm, Rotary
+from slipstream.models.weights import destinations
 from slipstream.ops.rope import apply_rope
 
 Dtype = torch.dtype | None
@@ -312,24 +313,6 @@ def _table(rows: int, width: int, dtype: Dtype, device: Device) -> nn.Embedding:
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
-_PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
-
-def named_weights(drafter: BlockDrafter) -> dict[str, Tensor]:
-    """Every weight by its name in files; packed ones as views of their parts, so writing to them fills the module."""
-    weights: dict[str, Tensor] = {}
-    for name, parameter in drafter.named_parameters():
-        owner, _, leaf = name.rpartition(".")
-        path, _, last = owner.rpartition(".")
-        if last not in _PACKED:
-            weights[name] = parameter.detach()
-            continue
-        module = drafter.get_submodule(owner)
-        assert isinstance(module, PackedLinear)
-        parts = torch.split(parameter.detach(), list(module.parts))
-        weights |= {f"{path}.{part}.{leaf}": rows for part, rows in zip(_PACKED[last], parts, strict=True)}
-    return weights
-
 
 def load_drafter(
     folder: Path, target: Decoder, dtype: Dtype = None, device: Device = None, layout: str | None = None
@@ -347,8 +330,8 @@ def load_drafter(
         read = _reader(stack, headers)
         ids = None if spec.draft_vocab_size is None else _draft_token_ids(read("d2t"), spec.vocab_size)
         drafter = BlockDrafter(_without_copies(spec, read, ids, target), dtype, device)
-        for name, weight in named_weights(drafter).items():
-            weight.copy_(read(name))
+        for name, place in destinations(drafter).items():
+            place.copy_(read(name))
     if ids is not None:
         drafter.set_draft_vocabulary(ids.to(device))
     drafter.share(target)
@@ -413,7 +396,7 @@ def save_drafter(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: weight.to("cpu", dtype).contiguous() for name, weight in named_weights(drafter).items()}
+    weights = {name: weight.to("cpu", dtype).contiguous() for name, weight in destinations(drafter).items()}
     if drafter.spec.draft_vocab_size is not None:
         weights["d2t"] = drafter.d2t.cpu()
     shards = _shards({name: weights[name] for name in expected_tensors(drafter.spec)}, max_shard_bytes)
