@@ -117,8 +117,7 @@ def _philox4x32(words: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[
         w2 = ((product0 >> 32) ^ w3 ^ k1) & _MASK
         w1, w3 = product1, product0
         k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]
-    shape = torch.broadcast_shapes(w0.shape, w2.shape)
-    w0, w1, w2, w3 = (word.expand(shape).contiguous() for word in (w0, w1, w2, w3))
+    w0, w1, w2, w3 = (word.expand_as(w0).contiguous() for word in (w0, w1, w2, w3))  # w0 met key and counters by now
     spare0, spare1 = torch.empty_like(w0), torch.empty_like(w0)
     for _ in range(_ROUNDS - 2):
         torch.mul(w0, _MULTIPLIERS[0], out=spare0)
@@ -139,13 +138,12 @@ class CounterSource:
     def categorical(self, prob: Tensor, seed: Tensor, anchor: Tensor, offset: Tensor, purpose: Purpose) -> Tensor:
         """Inversion of the cumulative sum, in float64 so that 150k small terms do not drift.
 
-        The first index past the point whose own probability is above 0 is taken, so that a token outside the
-        support cannot be drawn even where a parallel scan rounds its sums unevenly.
+        Rounding may land on a token outside the support about once in 2^52 draws; the likeliest one stands in.
         """
         cumulative = prob.cumsum(-1, dtype=torch.float64)
         point = self._uniform(seed, anchor, offset, purpose)[:, None] * cumulative[:, -1:]
-        past = (cumulative > point) & (prob > 0)
-        return torch.where(past.any(-1), past.to(torch.uint8).argmax(-1), prob.argmax(-1))
+        drawn = torch.searchsorted(cumulative, point, right=True).clamp_(max=prob.shape[-1] - 1)
+        return torch.where(prob.gather(-1, drawn) > 0, drawn, prob.argmax(-1, keepdim=True))[:, 0]
 
     @staticmethod
     def _uniform(seed: Tensor, anchor: Tensor, offset: Tensor, purpose: Purpose) -> Tensor:
