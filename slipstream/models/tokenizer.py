@@ -1,0 +1,264 @@
+"""Text to token ids and back, chat messages to prompt text, and text that grows token by token.
+
+Sources: a Hugging Face folder (`tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`) or the metadata of a
+GGUF file, whose pre-tokenizer is looked up by name in a table and refused if it is not there. Special tokens written
+in a text are read as special tokens, in raw text as in chat text: whoever serves untrusted text must strip them.
+No torch, and no transformers, here. Called by `LLM`, the streams and the command line.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import jinja2
+import tokenizers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from slipstream.errors import CheckpointError, RequestError
+from slipstream.models.gguf import GGUFFile
+from slipstream.models.headers import read_json
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoding shows for bytes that are no (or not yet a) character
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+
+# The splits of Llama 3 and Qwen2, as their published tokenizer.json files have them; they differ in how digits group.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pre:
+    """What `tokenizer.ggml.pre` stands for."""
+
+    digits_alone: bool = False  # each digit is a piece of its own, cut before all else
+    split: str | None = None  # None: the split of GPT-2, built into the byte-level step
+    nfc: bool = False
+    ignore_merges: bool = False  # a piece that is a token is taken whole
+    add_bos: bool = False  # where the file does not say
+
+
+_PRE_TOKENIZERS: Mapping[str, _Pre] = {
+    "smollm": _Pre(digits_alone=True),
+    "llama-bpe": _Pre(split=_SPLIT % "{1,3}", ignore_merges=True, add_bos=True),
+    "qwen2": _Pre(split=_SPLIT % "", nfc=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenizer:
+    """One model's tokenizer. Make it with `from_path`."""
+
+    source: str
+    backend: tokenizers.Tokenizer
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()  # as the tokenizer knows them; the spec of the model may name more
+    add_bos: bool | None = None  # None: the backend's own post-processor decides
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # "bos_token": "<s>", ..., for the chat template
+    chat_template: str | None = None
+
+    @classmethod
+    def from_path(cls, path: Path) -> Self:
+        """From a model folder or a GGUF file; raises CheckpointError naming what is missing or not supported."""
+        path = Path(path)
+        return cls(**(_read_gguf(path) if path.is_file() else _read_folder(path)))
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the tokenizer can produce; the model's table may be larger."""
+        return int(self.backend.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, add_special: bool = False) -> list[int]:
+        """Token ids of a text. `add_special` puts the model's begin token first, if the model uses one."""
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            raise RequestError("the text holds a lone surrogate, which is no character; decode it properly first")
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special and self.add_bos is None).ids
+        if add_special and self.add_bos and self.bos_token_id is not None:
+            return [self.bos_token_id, *ids]
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of token ids; ids that are no token of the vocabulary give no text."""
+        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special))
+
+    def token(self, token_id: int) -> str | None:
+        """The token's own spelling (byte-level alphabet), None for an id that has none."""
+        spelling: str | None = self.backend.id_to_token(token_id)
+        return spelling
+
+    def stream(self, skip_special: bool = True) -> "TextStream":
+        """A decoder for one growing text."""
+        return TextStream(self, skip_special)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The prompt text of a conversation, [{"role": ..., "content": ...}, ...], by the model's own template.
+
+        `variables` reach the template (for example enable_thinking). Encode the result without add_special: a
+        template writes the begin token itself.
+        """
+        if self.chat_template is None:
+            raise RequestError(f"{self.source} has no chat template; give raw text instead of messages")
+        if not messages:
+            raise RequestError("messages is empty; a conversation needs at least one message")
+        for index, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise RequestError(f"messages[{index}] must be an object with a role and a content")
+        values: dict[str, Any] = {"tools": None, "documents": None, **self.special_tokens, **variables}
+        values |= {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
+        try:
+            return _environment().from_string(self.chat_template).render(values)
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(f"{self.source}: the chat template is malformed: {error}") from error
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise RequestError(f"the chat template of {self.source} refuses these messages: {error}") from error
+
+
+class TextStream:
+    """The text of one growing sequence of tokens: what is pushed and finished adds up to `decode` of all of them.
+
+    A token may end within a character; its text is held back until the character is whole. Decoding looks back to the
+    last released token only, so a push costs the same however long the text is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._ids: list[int] = []  # context whose text is out, then tokens whose text is not
+        self._num_released = 0  # how many of `_ids` are context
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Add tokens; returns the text that became certain, often of exactly these tokens."""
+        self._ids.extend(ids)
+        return self._release(hold_back=True)
+
+    def finish(self) -> str:
+        """What was held back, incomplete characters shown as replacement characters."""
+        return self._release(hold_back=False)
+
+    def _release(self, hold_back: bool) -> str:
+        before = self._decode(self._ids[: self._num_released])
+        text = self._decode(self._ids)
+        if hold_back and text.endswith(_REPLACEMENT):
+            return ""
+        if len(text) > len(before):  # tokens without a text of their own stay context for those after them
+            self._ids = self._ids[self._num_released :]
+        self._num_released = len(self._ids)
+        return text[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip_special)
+
+
+def _read_folder(folder: Path) -> dict[str, Any]:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise CheckpointError(f"{folder} has no tokenizer.json; save the model's fast tokenizer there")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception for whatever is wrong with the file
+        raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    specials = {name: _content(config[name]) for name in _SPECIAL_NAMES if config.get(name)}
+    ids = {name: backend.token_to_id(text) for name, text in specials.items()}
+    eos = ids.get("eos_token")
+    return {
+        "source": str(folder),
+        "backend": backend,
+        "bos_token_id": ids.get("bos_token"),
+        "eos_token_ids": () if eos is None else (eos,),
+        "special_tokens": specials,
+        "chat_template": _folder_template(folder, config),
+    }
+
+
+def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {str(one.get("name")): one.get("template") for one in template if isinstance(one, Mapping)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{folder / 'tokenizer_config.json'}: chat_template is not a text")
+    return template
+
+
+def _content(token: Any) -> str:
+    return str(token["content"]) if isinstance(token, Mapping) else str(token)
+
+
+def _read_gguf(path: Path) -> dict[str, Any]:
+    with GGUFFile(path) as file:
+        metadata = {key.removeprefix("tokenizer."): value for key, value in file.metadata.items()}
+        eos_token_ids = file.eos_token_ids
+    kind, pre_name = metadata.get("ggml.model"), str(metadata.get("ggml.pre"))
+    if kind != "gpt2":
+        raise CheckpointError(f"{path}: tokenizer.ggml.model {kind!r} is not supported, only 'gpt2' (byte-level BPE)")
+    if pre_name not in _PRE_TOKENIZERS:
+        known = ", ".join(_PRE_TOKENIZERS)
+        raise CheckpointError(f"{path}: tokenizer.ggml.pre {pre_name!r} is not supported (known: {known})")
+    tokens: list[str] = metadata.get("ggml.tokens") or []
+    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: metadata.get(f"ggml.{key}_token_id") for name, key in keys.items()}
+    return {
+        "source": str(path),
+        "backend": _byte_level(path, metadata, tokens, _PRE_TOKENIZERS[pre_name]),
+        "bos_token_id": ids["bos_token"],
+        "eos_token_ids": eos_token_ids,
+        "add_bos": bool(metadata.get("ggml.add_bos_token", _PRE_TOKENIZERS[pre_name].add_bos)),
+        "special_tokens": {name: tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)},
+        "chat_template": metadata.get("chat_template"),
+    }
+
+
+def _byte_level(path: Path, metadata: Mapping[str, Any], tokens: list[str], pre: _Pre) -> tokenizers.Tokenizer:
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("ggml.merges") or []]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    try:
+        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges)
+    except Exception as error:  # the library raises plain Exception, for example for a merge without its token
+        raise CheckpointError(f"{path}: tokenizer.ggml.tokens and merges do not fit together: {error}") from error
+    backend = tokenizers.Tokenizer(model)
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits_alone else []
+    if pre.split is not None:
+        steps.append(pre_tokenizers.Split(Regex(pre.split), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.split is None))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    if pre.nfc:
+        backend.normalizer = normalizers.NFC()
+    kinds = metadata.get("ggml.token_type") or []
+    typed = list(zip(tokens, kinds, strict=False))
+    backend.add_special_tokens([AddedToken(t, normalized=False) for t, kind in typed if kind == _CONTROL])
+    backend.add_tokens([AddedToken(t, normalized=False) for t, kind in typed if kind == _USER_DEFINED])
+    return backend
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Where chat templates run: files from strangers, so no attribute of Python's own and no change to its input."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
