@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import jinja2
 import tokenizers
@@ -21,6 +21,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from slipstream.errors import CheckpointError, RequestError
 from slipstream.models.gguf import GGUFFile
 from slipstream.models.headers import read_json
+from slipstream.models.spec import token_ids
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoding shows for bytes that are no (or not yet a) character
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -53,26 +54,21 @@ _PRE_TOKENIZERS: Mapping[str, _Pre] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizer:
-    """One model's tokenizer. Make it with `from_path`."""
+    """One model's tokenizer, made by `load_tokenizer`."""
 
-    source: str
+    source: str  # the path it came from, for messages
     backend: tokenizers.Tokenizer
+    vocab_size: int  # ids that it can produce are below; the model's table may be larger
+    special_ids: frozenset[int]  # tokens without a text of their own
     bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()  # as the tokenizer knows them; the spec of the model may name more
+    eos_token_ids: tuple[int, ...] = ()  # every token that ends an answer
     add_bos: bool | None = None  # None: the backend's own post-processor decides
     special_tokens: Mapping[str, str] = field(default_factory=dict)  # "bos_token": "<s>", ..., for the chat template
     chat_template: str | None = None
 
-    @classmethod
-    def from_path(cls, path: Path) -> Self:
-        """From a model folder or a GGUF file; raises CheckpointError naming what is missing or not supported."""
-        path = Path(path)
-        return cls(**(_read_gguf(path) if path.is_file() else _read_folder(path)))
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids that the tokenizer can produce; the model's table may be larger."""
-        return int(self.backend.get_vocab_size(with_added_tokens=True))
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token marks structure and has no text of its own."""
+        return token_id in self.special_ids
 
     def encode(self, text: str, add_special: bool = False) -> list[int]:
         """Token ids of a text. `add_special` puts the model's begin token first, if the model uses one."""
@@ -120,7 +116,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """The text of one growing sequence of tokens: what is pushed and finished adds up to `decode` of all of them.
+    """The text of one growing sequence of tokens: what is pushed and flushed adds up to `decode` of all of them.
 
     A token may end within a character; its text is held back until the character is whole. Decoding looks back to the
     last released token only, so a push costs the same however long the text is.
@@ -131,12 +127,12 @@ class TextStream:
         self._ids: list[int] = []  # context whose text is out, then tokens whose text is not
         self._num_released = 0  # how many of `_ids` are context
 
-    def push(self, ids: Sequence[int]) -> str:
-        """Add tokens; returns the text that became certain, often of exactly these tokens."""
-        self._ids.extend(ids)
+    def push(self, token_id: int) -> str:
+        """Add a token; returns the text that became certain, often of exactly this token."""
+        self._ids.append(token_id)
         return self._release(hold_back=True)
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         """What was held back, incomplete characters shown as replacement characters."""
         return self._release(hold_back=False)
 
@@ -154,6 +150,20 @@ class TextStream:
         return self._tokenizer.decode(ids, self._skip_special)
 
 
+def load_tokenizer(path: Path) -> Tokenizer:
+    """From a model folder or a GGUF file; raises CheckpointError naming what is missing or not supported."""
+    path = Path(path)
+    found = _read_gguf(path) if path.is_file() else _read_folder(path)
+    backend: tokenizers.Tokenizer = found["backend"]
+    added = backend.get_added_tokens_decoder()
+    return Tokenizer(
+        source=str(path),
+        vocab_size=max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
+        special_ids=frozenset(token_id for token_id, token in added.items() if token.special),
+        **found,
+    )
+
+
 def _read_folder(folder: Path) -> dict[str, Any]:
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -167,15 +177,20 @@ def _read_folder(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     specials = {name: _content(config[name]) for name in _SPECIAL_NAMES if config.get(name)}
     ids = {name: backend.token_to_id(text) for name, text in specials.items()}
-    eos = ids.get("eos_token")
     return {
-        "source": str(folder),
         "backend": backend,
         "bos_token_id": ids.get("bos_token"),
-        "eos_token_ids": () if eos is None else (eos,),
+        "eos_token_ids": _folder_eos(folder, ids.get("eos_token")),
         "special_tokens": specials,
         "chat_template": _folder_template(folder, config),
     }
+
+
+def _folder_eos(folder: Path, own: int | None) -> tuple[int, ...]:
+    """The tokenizer's end token and those that the model's configs name; generation_config.json often names more."""
+    files = [folder / name for name in ("generation_config.json", "config.json")]
+    named = [token_ids(read_json(file).get("eos_token_id")) for file in files if file.is_file()]
+    return tuple(dict.fromkeys((*token_ids(own), *(one for ids in named for one in ids))))
 
 
 def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
@@ -209,7 +224,6 @@ def _read_gguf(path: Path) -> dict[str, Any]:
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: metadata.get(f"ggml.{key}_token_id") for name, key in keys.items()}
     return {
-        "source": str(path),
         "backend": _byte_level(path, metadata, tokens, _PRE_TOKENIZERS[pre_name]),
         "bos_token_id": ids["bos_token"],
         "eos_token_ids": eos_token_ids,
