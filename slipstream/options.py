@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from slipstream.config import EngineConfig, SamplingParams, SpeculativeConfig, from_mapping, read_config_file
 from slipstream.errors import ConfigError
@@ -26,7 +26,7 @@ def field_names(cls: type) -> frozenset[str]:
 class Options:
     """What was asked for, by whom it is for. Values are checked by the classes that they are fields of."""
 
-    model: str
+    model: str | None
     verify: str | None  # a mode by name; None: the mode that the fields of `speculative` say
     speculative: Mapping[str, Any]
     engine: Mapping[str, Any]
@@ -40,7 +40,9 @@ class Options:
         if self.verify == "off":
             idle = sorted(set(self.speculative) - {"draft_model"})
             if idle:
-                raise ConfigError(f"{', '.join(idle)}: no effect with verify off; drop the option or choose another mode")
+                raise ConfigError(
+                    f"{', '.join(idle)}: no effect with verify off; drop the option or choose another mode"
+                )
         elif not self.speculative.get("draft_model"):
             raise ConfigError(f"verify {self.verify!r} needs a drafter; name one with --draft, or use --verify off")
         return SpeculativeConfig.for_mode(self.verify, **self.speculative)
@@ -54,8 +56,7 @@ class Options:
 
 def gather(flags: Mapping[str, Any], config: Path | None, own: frozenset[str] = frozenset()) -> Options:
     """Options from `flags` (None: not given) and the file. `own` are the names that the command adds."""
-    from_file = read_config_file(config) if config else {}
-    given = {name: value for name, value in flags.items() if value is not None}
+    from_file, given = merge({}, config), merge(flags, None)
     if "verify" in from_file and MODE_FLAGS & from_file.keys():
         both = ", ".join(sorted(MODE_FLAGS & from_file.keys()))
         raise ConfigError(f"config file {config}: verify and {both} both say the mode; keep one of them")
@@ -72,7 +73,7 @@ def gather(flags: Mapping[str, Any], config: Path | None, own: frozenset[str] = 
     if isinstance(sampling.get("stop_token_ids"), list):
         sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
     return Options(
-        model=str(merged.get("model", DEFAULT_MODEL)),
+        model=merged.get("model"),
         verify=merged.get("verify"),
         speculative=pick(parts[SpeculativeConfig]),
         engine=pick(parts[EngineConfig]),
@@ -81,8 +82,39 @@ def gather(flags: Mapping[str, Any], config: Path | None, own: frozenset[str] = 
     )
 
 
-def _refuse_unknown(merged: Mapping[str, Any], known: frozenset[str]) -> None:
-    for name in merged:
+def merge(flags: Mapping[str, Any], config: Path | None, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Defaults, over them the file, over that the flags that were given (are not None)."""
+    from_file = read_config_file(config) if config else {}
+    return {**(defaults or {}), **from_file, **{name: value for name, value in flags.items() if value is not None}}
+
+
+Record = TypeVar("Record")
+
+
+def build(cls: type[Record], values: Mapping[str, Any], where: str) -> Record:
+    """`cls(**values)` for a dataclass; tables become its dataclass fields, lists tuples, texts paths where it has them."""
+    _refuse_unknown(values, field_names(cls), where)
+    hints = get_type_hints(cls)
+    fields = {name: _converted(hints[name], value, f"{where}.{name}") for name, value in values.items()}
+    try:
+        return cls(**fields)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {str(error).partition('()')[2].strip()}") from error
+
+
+def _converted(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        return build(hint, value, where)  # type: ignore[arg-type]
+    if hint is Path:
+        return Path(value)
+    if get_origin(hint) is tuple and isinstance(value, list | tuple):
+        return tuple(_converted(get_args(hint)[0], item, where) for item in value)
+    return value
+
+
+def _refuse_unknown(given: Mapping[str, Any], known: frozenset[str], where: str = "") -> None:
+    for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, sorted(known), n=1)
-            raise ConfigError(f"unknown option {name!r}; " + (f"did you mean {near[0]}?" if near else "see --help"))
+            hint = f"did you mean {near[0]}?" if near else "see --help"
+            raise ConfigError(f"unknown option {name!r}{f' of {where}' if where else ''}; {hint}")

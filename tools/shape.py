@@ -35,7 +35,9 @@ def main(root: Path) -> None:
         code += sum(bool(line) for line in lines)
         functions += [(length, f"{path}:{name}") for length, name in function_lengths(ast.parse(text))]
     lengths = [length for length, _ in functions]
-    print(f"{len(files)} files, {sum(size for size, _ in files)} lines, {comments / code * 100:.1f} comments per 100 lines")
+    print(
+        f"{len(files)} files, {sum(size for size, _ in files)} lines, {comments / code * 100:.1f} comments per 100 lines"
+    )
     print("  by folder:")
     for folder in sorted({path.parent for _, path in files}):
         print(f"  {sum(size for size, path in files if path.parent == folder):6} {folder}")
@@ -43,7 +45,9 @@ def main(root: Path) -> None:
     for size, path in sorted(files, reverse=True)[:NUM_LISTED]:
         print(f"  {size:6} {path}")
     within = sum(length <= LONG_FUNCTION for length in lengths) / len(lengths)
-    print(f"{len(lengths)} functions, median {statistics.median(lengths):.0f} lines, {within:.0%} within {LONG_FUNCTION}")
+    print(
+        f"{len(lengths)} functions, median {statistics.median(lengths):.0f} lines, {within:.0%} within {LONG_FUNCTION}"
+    )
     print("  longest:")
     for length, name in sorted(functions, reverse=True)[:NUM_LISTED]:
         print(f"  {length:6} {name}")

@@ -6,73 +6,18 @@ of flags or terminals: `slipstream bench` and the demo make the options and show
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
-from slipstream.config import MODES, SamplingParams, SpeculativeConfig
-from slipstream.errors import ConfigError
-from slipstream.lab import ceilings
+from slipstream.config import SamplingParams
+from slipstream.lab import ceilings, machine
+from slipstream.lab.cases import BenchOptions, Case, label
 from slipstream.lab.critical_path import critical_path
 from slipstream.lab.prompts import Messages, prompts_name, read_prompts
-from slipstream.lab.report import Answer, Case, Settings, Wave, bench_row, compare_to_off
+from slipstream.lab.report import NO_CRITICAL_PATH, Answer, Settings, Wave, bench_row, compare_to_off
 from slipstream.llm import LLM, Completion, Models, load_models
 
-IGNORED_BY_MODE: Mapping[str, frozenset[str]] = {
-    "off": frozenset(SpeculativeConfig.__dataclass_fields__),
-    "static": frozenset({"confidence_signal", "adaptive_speculative_min_gain", "cost_model", "calibration"}),
-    "lag-budget": frozenset({"adaptive_speculative_min_gain"}),
-}
 WARM_UP_TOKENS = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
-    model: str = "smollm2-135m"
-    draft: str | None = "smollm2-135m-dspark"
-    modes: tuple[str, ...] = MODES
-    num_speculative_tokens: tuple[int | None, ...] = (None,)  # None: the drafter's default
-    concurrency: tuple[int, ...] = (1,)
-    prompts: Path | None = None  # None: the built-in sample
-    requests: int = 4
-    waves: int = 3
-    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=128))
-    probe: bool = False  # record spans, for the figures of the critical path
-    speculative: Mapping[str, Any] = field(default_factory=dict)  # further fields of SpeculativeConfig
-    engine: Mapping[str, Any] = field(default_factory=dict)  # fields of EngineConfig
-
-    def __post_init__(self) -> None:
-        for mode in self.modes:
-            if mode not in MODES:
-                raise ConfigError(f"modes holds {mode!r}; choose among {', '.join(MODES)}")
-        for name in ("modes", "num_speculative_tokens", "concurrency"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise ConfigError(f"{name} is {list(values)}; name at least one value, each once")
-        for name, value in (("waves", self.waves), *(("concurrency", c) for c in self.concurrency)):
-            if value < 1:
-                raise ConfigError(f"{name} holds {value}; it must be 1 or more")
-        if self.draft is None and self.modes != ("off",):
-            raise ConfigError("modes other than off need a drafter; name one with --draft")
-        for name in self.speculative:
-            if all(name in IGNORED_BY_MODE.get(mode, ()) for mode in self.modes):
-                raise ConfigError(f"{name}: no effect in mode {', '.join(self.modes)}")
-
-    def cases(self) -> list[Case]:
-        """In the order in which they take turns: plain decoding once for each concurrency, first."""
-        return [
-            Case(mode=mode, num_speculative_tokens=drafts, concurrency=concurrency)
-            for concurrency in self.concurrency
-            for mode in sorted(self.modes, key=MODES.index)
-            for drafts in (self.num_speculative_tokens if mode != "off" else (None,))
-        ]
-
-    def speculative_config(self, case: Case) -> SpeculativeConfig:
-        """The options that have an effect in the case's mode."""
-        fields = {"draft_model": self.draft, "num_speculative_tokens": case.num_speculative_tokens, **self.speculative}
-        ignored = IGNORED_BY_MODE.get(case.mode, frozenset())
-        return SpeculativeConfig.for_mode(case.mode, **{k: v for k, v in fields.items() if k not in ignored})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +29,9 @@ class BenchResult:
 
 def run(options: BenchOptions, say: Callable[[str], None]) -> BenchResult:
     """Measure all cases; `say` gets one line per thing done."""
-    models = load_models(options.model, options.draft, dtype=_engine(options, "dtype"), device=_engine(options, "device"))
+    models = load_models(
+        options.model, options.draft, dtype=_engine(options, "dtype"), device=_engine(options, "device")
+    )
     found = ceilings.ceilings(models.target)
     say(f"linear layers alone: {found['linear_ms_1_row']:.1f} ms at 1 row, {found['linear_ms_8_rows']:.1f} ms at 8")
     conversations = read_prompts(options.prompts, options.requests)
@@ -101,9 +48,7 @@ def run(options: BenchOptions, say: Callable[[str], None]) -> BenchResult:
                 first.append(completions)
             say(f"wave {number + 1}/{options.waves}  {label(case)}: {wave.tok_per_s:.1f} tok/s")
     rows = make_rows(options, models, cases, llms, waves)
-    return BenchResult(
-        report=make_report(options, models, found, rows), cases=tuple(cases), completions=tuple(first)
-    )
+    return BenchResult(report=make_report(options, models, found, rows), cases=tuple(cases), completions=tuple(first))
 
 
 def start(
@@ -125,26 +70,28 @@ def run_wave(
     llm: LLM, conversations: Sequence[Messages], params: Sequence[SamplingParams], probe: bool
 ) -> tuple[Wave, tuple[Completion, ...]]:
     """All requests once, at most `max_num_seqs` at a time."""
-    recording: AbstractContextManager[Any] = llm.record() if probe else nullcontext()
-    with recording as recorder:
-        steps_before = llm.engine.num_decode_steps
-        begin = time.perf_counter()
-        completions = tuple(llm.chat(list(conversations), list(params)))
-        wall_s = time.perf_counter() - begin
-    extra = {"critical_path": critical_path(recorder.spans)} if probe else {}
+    recorder = llm.record() if probe else None  # a new one, empty
+    steps_before = llm.engine.num_decode_steps
+    begin = time.perf_counter()
+    completions = tuple(llm.chat(conversations, params))
+    wall_s = time.perf_counter() - begin
     answers = tuple(
         Answer(token_ids=tuple(c.token_ids), spec=c.spec, ttft_ms=c.timing.ttft_ms, tpot_ms=c.timing.tpot_ms)
         for c in completions
     )
-    return Wave(wall_s=wall_s, num_steps=llm.engine.num_decode_steps - steps_before, answers=answers, **extra), completions
+    wave = Wave(
+        wall_s=wall_s,
+        num_steps=llm.engine.num_decode_steps - steps_before,
+        answers=answers,
+        critical_path=critical_path(recorder.spans) if recorder else NO_CRITICAL_PATH,
+    )
+    return wave, completions
 
 
 def request_params(sampling: SamplingParams, count: int) -> list[SamplingParams]:
     """The same for all, but each request with a seed of its own, equal in every mode and wave."""
-    import dataclasses
-
     seed = sampling.seed or 0
-    return [dataclasses.replace(sampling, seed=seed + index) for index in range(count)]
+    return [replace(sampling, seed=seed + index) for index in range(count)]
 
 
 def make_rows(
@@ -170,19 +117,14 @@ def make_report(
     options: BenchOptions, models: Models, found: Mapping[str, float], rows: list[dict[str, Any]]
 ) -> dict[str, Any]:
     return {
-        "git": ceilings.git_commit(),
-        "versions": ceilings.versions(),
-        "device": ceilings.device_facts(models.target.head_weight.device),
+        "git": machine.git_commit(),
+        "versions": machine.versions(),
+        "device": machine.device_facts(models.target.head_weight.device),
         "ceilings": dict(found),
         "model": options.model,
         "draft": options.draft,
         "rows": rows,
     }
-
-
-def label(case: Case) -> str:
-    drafts = f" S={case.num_speculative_tokens}" if case.num_speculative_tokens else ""
-    return f"{case.mode}{drafts} at {case.concurrency}"
 
 
 def _engine(options: BenchOptions, name: str) -> str:

@@ -1,17 +1,12 @@
-"""What this machine could do at best with these weights, and what machine it is.
+"""What this machine could do at best with these weights.
 
 A decode step cannot be faster than its linear layers: they are timed alone, in the same run as everything else, so that
 a speed-up is never a ratio against a slow baseline. Called by `bench` and the demo before anything is measured.
 """
 
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
-from importlib import metadata
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,44 +74,3 @@ def median_ms(call: Callable[[], object], device: torch.device, repeats: int = R
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def device_facts(device: torch.device) -> dict[str, Any]:
-    """What the figures were measured on."""
-    if device.type == "cuda":
-        return {"type": "cuda", "name": torch.cuda.get_device_name(device), "threads": torch.get_num_threads()}
-    return {"type": "cpu", "name": cpu_name(), "threads": torch.get_num_threads()}
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
-
-
-def versions() -> dict[str, str]:
-    names = ("slipstream", "torch", "numpy", "tokenizers", "safetensors")
-    found = {"python": platform.python_version()}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # run from a source tree
-            found[name] = "not installed"
-    return found
-
-
-def git_commit() -> str | None:
-    """The commit that was measured, with `-dirty` when files differ from it; None outside a checkout."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # installed inside somebody else's checkout
-        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -22,7 +22,9 @@ def read_prompts(path: Path | None, count: int) -> list[Messages]:
     name = prompts_name(path)
     if len(lines) < count:
         raise RequestError(f"{name} has {len(lines)} prompts and {count} were asked for; lower --requests")
-    return [[{"role": "user", "content": _first_turn(line, f"{name}, line {n}")}] for n, line in enumerate(lines[:count], 1)]
+    return [
+        [{"role": "user", "content": _first_turn(line, f"{name}, line {n}")}] for n, line in enumerate(lines[:count], 1)
+    ]
 
 
 def prompts_name(path: Path | None) -> str:

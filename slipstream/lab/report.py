@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
+from slipstream.lab.cases import Case
 from slipstream.lab.critical_path import CriticalPath
 from slipstream.metrics import SpecCounters
 
@@ -20,15 +21,6 @@ MIN_LOOP_REPEATS = 3
 MIN_LOOP_TOKENS = 24  # "0000" at the end of a number is no loop
 
 NO_CRITICAL_PATH = CriticalPath(decide_us=None, decide_hidden_us=None, build_us=None, gap_us=None, device_busy=None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One line of the table, before it is measured."""
-
-    mode: str
-    num_speculative_tokens: int | None  # S; None in mode off
-    concurrency: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +122,9 @@ def bench_row(case: Case, settings: Settings, signal: str | None, waves: Sequenc
         "wave_tok_per_s": speeds,
         "width_histogram": {str(w): n for w, n in sorted(counters.width_histogram.items())},
         "acceptance_at": [
-            counters.accepted_at[j] / counters.verified_at[j] for j in sorted(counters.verified_at) if counters.verified_at[j]
+            counters.accepted_at[j] / counters.verified_at[j]
+            for j in sorted(counters.verified_at)
+            if counters.verified_at[j]
         ],
         "looping_answers": len(answers) - len(straight),
         "acceptance_rate_no_loops": no_loops.acceptance_rate,
@@ -144,7 +138,9 @@ def compare_to_off(rows: Sequence[dict[str, Any]], answers: Sequence[Sequence[An
 
     `answers` are each row's, of one wave. In fp32 answers differ only by near ties, in bf16 by ties of rounding.
     """
-    plain = {row["concurrency"]: (row, theirs) for row, theirs in zip(rows, answers, strict=True) if row["mode"] == "off"}
+    plain = {
+        row["concurrency"]: (row, theirs) for row, theirs in zip(rows, answers, strict=True) if row["mode"] == "off"
+    }
     for row, ours in zip(rows, answers, strict=True):
         if row["concurrency"] not in plain:
             continue
@@ -156,7 +152,18 @@ def compare_to_off(rows: Sequence[dict[str, Any]], answers: Sequence[Sequence[An
 def rows_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     """The report for eyes, plain decoding first."""
     table = Table(title=title, title_justify="left")
-    for name in ("mode", "S", "conc.", "tok/s", "(min - max)", "x off", "tokens/step", "accepted", "rows/step", "same text"):
+    for name in (
+        "mode",
+        "S",
+        "conc.",
+        "tok/s",
+        "(min - max)",
+        "x off",
+        "tokens/step",
+        "accepted",
+        "rows/step",
+        "same text",
+    ):
         table.add_column(name, justify="left" if name == "mode" else "right")
     for row in sorted(rows, key=lambda row: (row["concurrency"], row["mode"] != "off")):
         table.add_row(

@@ -33,7 +33,8 @@ RANKS: dict[str, float] = {
     "slipstream.stream": 5.3,
     "slipstream.engine": 6,
     "slipstream.rehearse": 6.1,
-    "slipstream.lab.profile": 6.2,  # the engine's owner measures a step when no cost model is stored
+    "slipstream.lab.machine": 0.3,
+    "slipstream.lab.profile": 6.2,  # also what makes a cost model at start when none is stored
     "slipstream.llm": 7,
     "slipstream.testing": 7.1,
     "slipstream.train": 7.2,
@@ -60,9 +61,12 @@ TORCH_FREE = (
     "slipstream.models.checkpoint",
     "slipstream.cache.pages",
     "slipstream.decide",
+    "slipstream.lab.cases",
+    "slipstream.lab.paint",
     "slipstream.lab.report",
     "slipstream.lab.critical_path",
     "slipstream.lab.prompts",
+    "slipstream.train.options",
     "slipstream.cli",
 )
 

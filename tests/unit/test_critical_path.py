@@ -6,7 +6,9 @@ from slipstream.device.events import Span
 from slipstream.lab.critical_path import critical_path, overlap, union
 
 
-def step(number: int, start: float, *, decide: tuple[float, float], draft: float = 3.0, verify_at: float = 4.0) -> list[Span]:
+def step(
+    number: int, start: float, *, decide: tuple[float, float], draft: float = 3.0, verify_at: float = 4.0
+) -> list[Span]:
     """One step in ms: 1 ms of planning, the draft, layout and fill of 0.25 ms each, a verify of 10 ms."""
     at = start / 1e3
 

@@ -7,8 +7,18 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import RequestError
+from slipstream.lab.cases import Case
 from slipstream.lab.prompts import read_prompts
-from slipstream.lab.report import Answer, Case, Settings, Wave, bench_row, compare_to_off, ends_in_loop, plain_json, rows_table
+from slipstream.lab.report import (
+    Answer,
+    Settings,
+    Wave,
+    bench_row,
+    compare_to_off,
+    ends_in_loop,
+    plain_json,
+    rows_table,
+)
 from slipstream.metrics import SpecCounters
 
 SETTINGS = Settings(prompts="sample", dtype="float32", acceptance="coupled", temperature=0.0)
@@ -31,7 +41,9 @@ def wave(wall_s: float, *answers: Answer, num_steps: int = 2) -> Wave:
 
 
 def test_row_has_every_named_key_in_order() -> None:
-    row = bench_row(Case(mode="off", num_speculative_tokens=None, concurrency=1), SETTINGS, None, [wave(1.0, answer((1, 2)))])
+    row = bench_row(
+        Case(mode="off", num_speculative_tokens=None, concurrency=1), SETTINGS, None, [wave(1.0, answer((1, 2)))]
+    )
     assert list(row)[: len(NAMED_KEYS)] == NAMED_KEYS
     json.dumps(row, allow_nan=False)
 

@@ -1,0 +1,77 @@
+"""What a bench compares: cases, and the options that they are made from. Torch-free."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import MODES, SamplingParams, SpeculativeConfig
+from slipstream.errors import ConfigError
+
+IGNORED_BY_MODE: Mapping[str, frozenset[str]] = {
+    "off": frozenset(SpeculativeConfig.__dataclass_fields__),
+    "static": frozenset({"confidence_signal", "adaptive_speculative_min_gain", "cost_model", "calibration"}),
+    "lag-budget": frozenset({"adaptive_speculative_min_gain"}),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One line of the table, before it is measured."""
+
+    mode: str
+    num_speculative_tokens: int | None  # S; None: the drafter's default, or mode off
+    concurrency: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    model: str = "smollm2-135m"
+    draft: str | None = "smollm2-135m-dspark"
+    modes: tuple[str, ...] = MODES
+    num_speculative_tokens: tuple[int | None, ...] = (None,)  # None: the drafter's default
+    concurrency: tuple[int, ...] = (1,)
+    prompts: Path | None = None  # None: the built-in sample
+    requests: int = 4
+    waves: int = 3
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=128))
+    probe: bool = False  # record spans, for the figures of the critical path
+    speculative: Mapping[str, Any] = field(default_factory=dict)  # further fields of SpeculativeConfig
+    engine: Mapping[str, Any] = field(default_factory=dict)  # fields of EngineConfig
+
+    def __post_init__(self) -> None:
+        for mode in self.modes:
+            if mode not in MODES:
+                raise ConfigError(f"modes holds {mode!r}; choose among {', '.join(MODES)}")
+        for name in ("modes", "num_speculative_tokens", "concurrency"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ConfigError(f"{name} is {list(values)}; name at least one value, each once")
+        for name, value in (("waves", self.waves), *(("concurrency", c) for c in self.concurrency)):
+            if value < 1:
+                raise ConfigError(f"{name} holds {value}; it must be 1 or more")
+        if self.draft is None and self.modes != ("off",):
+            raise ConfigError("modes other than off need a drafter; name one with --draft")
+        for name in self.speculative:
+            if all(name in IGNORED_BY_MODE.get(mode, ()) for mode in self.modes):
+                raise ConfigError(f"{name}: no effect in mode {', '.join(self.modes)}")
+
+    def cases(self) -> list[Case]:
+        """In the order in which they take turns: plain decoding once for each concurrency, first."""
+        return [
+            Case(mode=mode, num_speculative_tokens=drafts, concurrency=concurrency)
+            for concurrency in self.concurrency
+            for mode in sorted(self.modes, key=MODES.index)
+            for drafts in (self.num_speculative_tokens if mode != "off" else (None,))
+        ]
+
+    def speculative_config(self, case: Case) -> SpeculativeConfig:
+        """The options that have an effect in the case's mode."""
+        fields = {"draft_model": self.draft, "num_speculative_tokens": case.num_speculative_tokens, **self.speculative}
+        ignored = IGNORED_BY_MODE.get(case.mode, frozenset())
+        return SpeculativeConfig.for_mode(case.mode, **{k: v for k, v in fields.items() if k not in ignored})
+
+
+def label(case: Case) -> str:
+    drafts = f" S={case.num_speculative_tokens}" if case.num_speculative_tokens else ""
+    return f"{case.mode}{drafts} at {case.concurrency}"
