@@ -1,0 +1,434 @@
+"""Policies: how a step's draft length and verify widths are chosen. One object per engine, made by `make_policy`.
+
+The engine calls, per step and in this order, `draft_length`, `observe` (once the step's confidence is on the host),
+`decide` and `learn` (once its result is); `waits_for` tells it whether `decide` needs this step's confidence, the last
+step's, or none. Nothing here knows a clock or a device, and the engine never asks which mode a policy is. Text does not
+depend on any of it. Letters in shapes: B sequences, D of them decode, S positions, d the draft length.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.config import SpeculativeConfig
+from slipstream.decide import controller
+from slipstream.decide.confidence import Confidence, ConfidenceStore
+from slipstream.decide.controller import DecisionRecord, Problem
+from slipstream.decide.cost import CostModel, TableCost
+from slipstream.decide.survival import Calibration, SurvivalModel
+from slipstream.errors import ConfigError
+from slipstream.plan import Decision, DraftReport, StepPlan, StepResult
+
+Floats: TypeAlias = NDArray[np.float64]
+Float32s: TypeAlias = NDArray[np.float32]
+Ints: TypeAlias = NDArray[np.int64]
+Bools: TypeAlias = NDArray[np.bool_]
+WaitsFor: TypeAlias = Literal["nothing", "lagged", "fresh"]
+Reason: TypeAlias = tuple[str, Any, str]  # field, value chosen, why
+
+NO_COST_MODEL = "no cost model: every draft is verified"
+SKIPS_BEFORE_PROBE = 16  # steps without a draft
+SHORTS_BEFORE_PROBE = 32  # steps with a shortened one: late positions are relearned now and then
+PROBE_SPACING = 4  # steps between two probes for a change of batch size, which may change in every step
+MAX_UNPAIRED = 8  # steps whose report or result waits for the other half
+
+log = logging.getLogger(__name__)
+
+
+class Policy(Protocol):
+    """One of the engine's three seams."""
+
+    @property
+    def waits_for(self) -> WaitsFor:
+        """Which confidence `decide` needs: none, the previous step's, or this step's."""
+
+    @property
+    def signal(self) -> Literal["head", "peak", "drawn"]:
+        """What the drafter must report as confidence."""
+
+    @property
+    def calibration_np(self) -> Float32s:
+        """[2 classes, S, 2] (scale, shift) for the device, see `SurvivalModel.calibration_np`."""
+
+    def draft_length(self, plan: StepPlan) -> int:
+        """d for the step, before its draft is launched; `plan.draft_length` is S then. Called once per step."""
+
+    def observe(self, plan: StepPlan, report: DraftReport, teaches_np: Bools | None = None) -> None:
+        """Take in the confidence of `plan`'s draft. `teaches_np` [D]: False where a request's output is constrained."""
+
+    def decide(self, plan: StepPlan) -> Decision:
+        """What the target verifies in this step."""
+
+    def learn(self, plan: StepPlan, result: StepResult, teaches_np: Bools | None = None) -> None:
+        """Take in what became of the drafts of `plan`."""
+
+    def timed(self, plan: StepPlan, decision: Decision, measured_ms: float) -> None:
+        """Take in how long the whole step took, draft included. Optional."""
+
+
+class FullWidth:
+    """Verifies every draft (static); with S = 0 there are none (off)."""
+
+    waits_for: WaitsFor = "nothing"
+    signal: Literal["head", "peak", "drawn"] = "peak"
+
+    def __init__(self, num_drafts: int) -> None:
+        self.num_drafts = num_drafts
+        self._calibration_np = SurvivalModel(num_drafts).calibration_np
+
+    @property
+    def calibration_np(self) -> Float32s:
+        return self._calibration_np
+
+    def draft_length(self, plan: StepPlan) -> int:
+        return self.num_drafts if plan.num_decode else 0
+
+    def observe(self, plan: StepPlan, report: DraftReport, teaches_np: Bools | None = None) -> None:
+        pass
+
+    def decide(self, plan: StepPlan) -> Decision:
+        return _widths(_caps(plan))
+
+    def learn(self, plan: StepPlan, result: StepResult, teaches_np: Bools | None = None) -> None:
+        pass
+
+    def timed(self, plan: StepPlan, decision: Decision, measured_ms: float) -> None:
+        pass
+
+
+class Adaptive:
+    """Prunes widths by confidence under a cost model: from this step's confidence, the last one's, or as a budget."""
+
+    def __init__(
+        self,
+        *,
+        num_drafts: int,
+        waits_for: Literal["lagged", "fresh"],
+        budget: bool,
+        signal: Literal["head", "peak", "drawn"],
+        cost: CostModel | None,
+        survival: SurvivalModel,
+        causal: bool = False,
+        min_gain: float = 0.0,
+        on_record: Callable[[DecisionRecord], None] | None = None,
+    ) -> None:
+        self.num_drafts = num_drafts  # S
+        self.cost = cost
+        self.survival = survival
+        self.store = ConfidenceStore(num_drafts)
+        self._waits_for: WaitsFor = waits_for
+        self._budget = budget
+        self._signal = signal
+        self._causal = causal
+        self._min_gain = min_gain
+        self._on_record = on_record
+        self._lengths = _DraftLengths(num_drafts)
+        self._untaught: list[_Sighting] = []
+        self._unpaired: dict[int, _Half] = {}
+
+    @property
+    def waits_for(self) -> WaitsFor:
+        return self._waits_for
+
+    @property
+    def signal(self) -> Literal["head", "peak", "drawn"]:
+        return self._signal
+
+    @property
+    def calibration_np(self) -> Float32s:
+        return self.survival.calibration_np
+
+    # ------------------------------------------------------------------------------------------------------ deciding
+
+    def draft_length(self, plan: StepPlan) -> int:
+        if plan.num_decode == 0:
+            return 0
+        if self.cost is None:
+            return self.num_drafts
+        probes = self._lengths.probes(plan.num_decode)
+        return self._lengths.chosen(self.num_drafts if probes else self._best_length(plan, self.cost), probes)
+
+    def _best_length(self, plan: StepPlan, cost: CostModel) -> int:
+        """The size with the best expected rate, each at its own best budget, as far as the last step lets one see."""
+        survival, _ = self._lagged_survival(plan)
+        sizes = self._lengths.sizes
+        curves = controller.rates_by_budget(
+            survival,
+            np.minimum(plan.caps_np, self.num_drafts).astype(np.int64),
+            plan.context_upper_bound_np.astype(np.int64),
+            plan.num_given_np.astype(np.int64),
+            plan.num_emitting,
+            cost.step,
+            sizes,
+        )
+        rates = [
+            float((tokens / np.maximum(cost.draft_ms(size, plan.num_decode) + ms, controller.MIN_MS)).max())
+            for size, (tokens, ms) in zip(sizes, curves, strict=True)
+        ]
+        return sizes[rates.index(max(rates))]
+
+    def decide(self, plan: StepPlan) -> Decision:
+        caps = _caps(plan)
+        if self.cost is None:
+            return _widths(caps, NO_COST_MODEL)
+        if not caps.any():
+            return _widths(caps)
+        fresh = self._waits_for == "fresh"
+        survival, known = self._fresh_survival(plan) if fresh else self._lagged_survival(plan)
+        unknown = np.zeros(plan.num_sequences, dtype=np.bool_)
+        unknown[: plan.num_decode] = ~known
+        step_cost = self.cost.step
+        causal = self._causal and fresh and plan.any_sampled
+        record = controller.decide(
+            plan.step,
+            Problem(
+                rule=controller.rule_for(step_cost, budget=self._budget, causal=causal),
+                survival_np=survival,
+                unknown_np=unknown,
+                caps_np=caps,
+                kv_np=plan.context_upper_bound_np.astype(np.int64),
+                given_np=plan.num_given_np.astype(np.int64),
+                num_emitting=plan.num_emitting,
+                cost=step_cost,
+                draft_ms=self.cost.draft_ms(plan.draft_length, plan.num_decode),
+                min_gain=self._min_gain,
+            ),
+        )
+        if self._on_record:
+            self._on_record(record)
+        if record.widths_np is not None:
+            return _widths(record.widths_np, caps=caps)
+        return Decision(widths_np=None, budget=record.budget, caps_np=caps.astype(np.int32))
+
+    def _lagged_survival(self, plan: StepPlan) -> tuple[Floats, Bools]:
+        """[B, S] what the last step says of this one, the prior where it says nothing; [D] where it does."""
+        lagged = self.store.lookup(plan)
+        classes = _classes(plan)
+        survival = self.survival.extend(self.survival.fresh(lagged.signal_np, classes), lagged.lengths_np, classes)
+        survival = self.survival.predict(survival, classes)
+        return self._with_prior(plan, survival, lagged.known_np, classes), lagged.known_np
+
+    def _fresh_survival(self, plan: StepPlan) -> tuple[Floats, Bools]:
+        """[B, S] what the draft of this very step says; nothing is unknown once its report was observed."""
+        own = self.store.own(plan)
+        classes = _classes(plan)
+        return self._with_prior(plan, self.survival.fresh(own.signal_np, classes), own.known_np, classes), own.known_np
+
+    def _with_prior(self, plan: StepPlan, survival: Floats, known: Bools, classes: Ints) -> Floats:
+        rows = np.zeros((plan.num_sequences, self.num_drafts))
+        rows[: plan.num_decode] = (
+            survival if known.all() else np.where(known[:, None], survival, self.survival.prior(classes))
+        )
+        return rows
+
+    # ------------------------------------------------------------------------------------------------------ learning
+
+    def observe(self, plan: StepPlan, report: DraftReport, teaches_np: Bools | None = None) -> None:
+        """Only stores; teaching waits for `learn`, which is off the path from a draft to its decision.
+
+        So no decision depends on its own step through what is learned, either.
+        """
+        self._teach_sightings()
+        if report.signal_np.size == 0:
+            return
+        teaches = np.ones(plan.num_decode, dtype=np.bool_) if teaches_np is None else teaches_np
+        lagged = self.store.lookup(plan)
+        self.store.put(plan, report)
+        sighting = _Sighting(_classes(plan), report.signal_np, lagged, teaches)
+        self._untaught.append(sighting)
+        self._pair(plan.step, _Half(sighting=sighting))
+
+    def learn(self, plan: StepPlan, result: StepResult, teaches_np: Bools | None = None) -> None:
+        self._teach_sightings()
+        if plan.num_decode and plan.draft_length:
+            self._pair(plan.step, _Half(result=result, teaches_np=teaches_np))
+
+    def timed(self, plan: StepPlan, decision: Decision, measured_ms: float) -> None:
+        if self.cost is None:
+            return
+        kv = plan.context_upper_bound_np.astype(np.float64)
+        rows = plan.num_given_np.astype(np.float64)
+        if decision.widths_np is not None:
+            kv_rows = float((rows + decision.widths_np) @ kv)
+        else:  # the device hands the budget out: take the mean context of those that may get some
+            can = decision.caps_np > 0
+            kv_rows = float(rows @ kv) + decision.num_draft_rows * (float(kv[can].mean()) if can.any() else 0.0)
+        self.cost.observe(
+            plan.num_given + decision.num_draft_rows,
+            measured_ms,
+            kv_rows=kv_rows,
+            kv=float(kv.sum()),
+            draft_length=plan.draft_length,
+            num_sequences=plan.num_decode,
+        )
+
+    def _teach_sightings(self) -> None:
+        """Lag map and prior, from every report that came in since the last call."""
+        for seen in self._untaught:
+            fresh = self.survival.fresh(seen.signal_np, seen.class_np)
+            lagged = self.survival.fresh(seen.lagged.signal_np, seen.class_np)
+            self.survival.teach_survival(fresh, lagged, seen.lagged.lengths_np, seen.class_np, seen.teaches_np)
+        self._untaught.clear()
+
+    def _pair(self, step: int, half: "_Half") -> None:
+        """Bring a step's confidence and its outcome together, whichever comes first, and teach from the two."""
+        other = self._unpaired.pop(step, None)
+        if other is None:
+            self._unpaired[step] = half
+            while len(self._unpaired) > MAX_UNPAIRED:
+                self._unpaired.pop(next(iter(self._unpaired)))
+            return
+        seen, result = half.sighting or other.sighting, half.result or other.result
+        if seen is None or result is None:
+            return
+        teaches_np = half.teaches_np if half.result else other.teaches_np
+        num_decode = len(seen.class_np)
+        self.survival.teach_outcomes(
+            self.survival.confidence(seen.signal_np, seen.class_np),
+            result.widths_np[:num_decode],
+            result.num_accepted_np[:num_decode],
+            seen.class_np,
+            seen.teaches_np & ~result.invalid_np[:num_decode] & (True if teaches_np is None else teaches_np),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sighting:
+    """A report with what was known of the same rows before it."""
+
+    class_np: Ints  # [D]
+    signal_np: Float32s  # [D, d]
+    lagged: Confidence
+    teaches_np: Bools  # [D]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Half:
+    """A step's report or its result."""
+
+    sighting: _Sighting | None = None
+    result: StepResult | None = None
+    teaches_np: Bools | None = None
+
+
+class _DraftLengths:
+    """Which draft lengths there are, and when one of full length is drafted only to see."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self.sizes: list[int] = sorted({0, num_drafts, *(2**i for i in range(num_drafts.bit_length()))})
+        self._full = num_drafts
+        self._num_decode = 0
+        self._skipped = 0
+        self._shortened = 0
+        self._since_probe = PROBE_SPACING
+        self._changed = False
+
+    def probes(self, num_decode: int) -> bool:
+        self._changed |= num_decode != self._num_decode
+        self._num_decode = num_decode
+        due = self._changed and self._since_probe >= PROBE_SPACING
+        return due or self._skipped >= SKIPS_BEFORE_PROBE or self._shortened >= SHORTS_BEFORE_PROBE
+
+    def chosen(self, length: int, probed: bool) -> int:
+        self._skipped = self._skipped + 1 if length == 0 else 0
+        self._shortened = self._shortened + 1 if length < self._full else 0
+        self._since_probe = 0 if probed else self._since_probe + 1
+        if length == self._full:
+            self._changed = False
+        return length
+
+
+def _caps(plan: StepPlan) -> Ints:
+    """[B] most drafts per sequence; never more than were drafted, and none in prefill."""
+    caps = np.minimum(plan.caps_np, plan.draft_length).astype(np.int64)
+    caps[plan.num_decode :] = 0
+    return np.maximum(caps, 0)
+
+
+def _classes(plan: StepPlan) -> Ints:
+    return plan.sampled_np[: plan.num_decode].astype(np.int64)
+
+
+def _widths(widths: Ints, reason: str = "", caps: Ints | None = None) -> Decision:
+    caps = widths if caps is None else caps
+    return Decision(widths_np=widths.astype(np.int32), budget=None, caps_np=caps.astype(np.int32), reason=reason)
+
+
+# -------------------------------------------------------------------------------------------------------------- making
+
+
+def resolve_signal(
+    config: SpeculativeConfig, *, has_head: bool, drafts_sampled: bool
+) -> tuple[Literal["head", "peak", "drawn"], str]:
+    """The confidence that is used, and why."""
+    asked = config.confidence_signal
+    if asked == "auto":
+        return (
+            ("head", "the drafter has a confidence head")
+            if has_head
+            else ("peak", "the drafter has no confidence head")
+        )
+    if asked == "head":
+        if not has_head:
+            raise ConfigError("confidence_signal is 'head', but the drafter has no confidence head; use auto or peak")
+        return "head", "as asked"
+    decides_fresh = config.mode in ("adaptive", "lag-budget")
+    if asked == "drawn" and decides_fresh and config.acceptance == "rejection" and drafts_sampled:
+        return "peak", (
+            "whether a sampled draft is verified may not depend on its own draw under rejection, "
+            "so 'drawn' would bias the output; 'peak' is used instead"
+        )
+    return asked, "as asked"
+
+
+def make_policy(
+    config: SpeculativeConfig,
+    *,
+    num_drafts: int,
+    has_head: bool = False,
+    drafts_sampled: bool = True,
+    cost: CostModel | None = None,
+    calibration: Path | None = None,
+    learns: bool = True,
+    on_record: Callable[[DecisionRecord], None] | None = None,
+) -> tuple[Policy, list[Reason]]:
+    """The policy that `config` asks for, and (field, value, reason) for what was chosen on the way.
+
+    `num_drafts` is S. `drafts_sampled`: sampled requests get sampled drafts. `calibration` is a file or None. Without
+    `learns`, confidence is used as it is (a lagged one too), which tests with scripted confidence need.
+    """
+    if config.mode in ("off", "static"):
+        return FullWidth(num_drafts if config.mode == "static" else 0), []
+    signal, why = resolve_signal(config, has_head=has_head, drafts_sampled=drafts_sampled)
+    reasons: list[Reason] = [("confidence_signal", signal, why)]
+    if cost is None:
+        reasons.append(("cost_model", None, NO_COST_MODEL))
+    elif config.adaptive_speculative_min_gain and isinstance(cost.step, TableCost):
+        raise ConfigError(
+            "adaptive_speculative_min_gain works with a linear cost model only, and this one is a table; set it to 0"
+        )
+    scale = None
+    if calibration is not None:
+        table = Calibration.load(calibration)
+        scale = table.scale_np(signal, num_drafts)
+        covered = table.covers(signal)
+        reasons.append(
+            ("calibration", str(calibration), "as found" if covered else f"it has nothing on signal '{signal}'")
+        )
+    policy = Adaptive(
+        num_drafts=num_drafts,
+        waits_for="lagged" if config.enable_lag_confidence else "fresh",
+        budget=config.mode == "lag-budget",
+        signal=signal,
+        cost=cost,
+        survival=SurvivalModel(num_drafts, scale, learns=learns),
+        causal=config.acceptance == "rejection" and drafts_sampled,
+        min_gain=config.adaptive_speculative_min_gain,
+        on_record=on_record,
+    )
+    return policy, reasons

@@ -1,0 +1,290 @@
+"""From raw signal to the survivals that the controller sees.
+
+    raw -> temperature scaling and learned shift, per position -> running product
+        -> (lagged only) lag map -> running minimum
+
+Everything is kept apart for the two classes of requests, greedy (0) and sampled (1). What is learned here changes
+widths, never tokens. It does not know slots, plans or modes; `policy` calls it with rows of one step. Letters in
+shapes: n rows, d positions of a draft, S positions at most.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.errors import ConfigError
+
+Floats: TypeAlias = NDArray[np.float64]
+Float32s: TypeAlias = NDArray[np.float32]
+Ints: TypeAlias = NDArray[np.int64]
+AnyInts: TypeAlias = NDArray[np.signedinteger[Any]]
+Bools: TypeAlias = NDArray[np.bool_]
+
+CLASSES = ("greedy", "sampled")
+EDGE = 1e-6  # confidences are kept this far from 0 and 1 before the logit
+DECAY = 0.999  # per step: what was learned fades over about a thousand steps
+PRIOR_WEIGHT = 64.0  # observations that a prior counts for
+SHIFT_INFORMATION = 0.25 * PRIOR_WEIGHT  # of 64 outcomes at p = 1/2, pulling a learned shift to 0
+MAX_SHIFT, MAX_SHIFT_STEP = 4.0, 1.0
+LAG_SLOPE = 0.5  # of the lag map before anything is learned
+LAG_VARIANCE = 0.05  # of a lagged survival, by which the prior slope is weighed
+
+
+def clean(signal_np: Float32s) -> Floats:
+    """[n, d] probabilities in [0, 1]; a value that is not finite counts as 0, and so does everything after it."""
+    signal = signal_np.astype(np.float64)
+    finite = np.isfinite(signal)
+    if not finite.all():
+        signal = np.where(np.logical_and.accumulate(finite, axis=1), signal, 0.0)
+    return np.clip(signal, 0.0, 1.0, out=signal)
+
+
+class SurvivalModel:
+    """Calibration (from a file, corrected by outcomes), the prior, and the map from lagged to fresh survival.
+
+    With `learns` off nothing moves and the lag map is the identity: decisions then follow the signal alone.
+    """
+
+    def __init__(self, num_drafts: int, scale_np: Floats | None = None, *, learns: bool = True) -> None:
+        self.num_drafts = num_drafts  # S
+        self.learns = learns
+        self._scale_np = np.ones((2, num_drafts)) if scale_np is None else np.asarray(scale_np, dtype=np.float64)
+        assert self._scale_np.shape == (2, num_drafts), self._scale_np.shape
+        self._shift_np = np.zeros((2, num_drafts))
+        self._information_np = np.zeros((2, num_drafts))
+        halves = np.tile(0.5 ** np.arange(1, num_drafts + 1), (2, 1))
+        self._prior_np = halves.copy()
+        self._prior_weight_np = np.full((2, num_drafts), PRIOR_WEIGHT)
+        self._lag = _LagMap(halves)
+
+    # ------------------------------------------------------------------------------------------------------ reading
+
+    @property
+    def calibration_np(self) -> Float32s:
+        """[2, S, 2] (scale, shift): confidence = sigmoid(logit(clip(raw, 1e-6, 1 - 1e-6)) * scale + shift)."""
+        return np.stack([self._scale_np, self._shift_np], axis=-1).astype(np.float32)
+
+    def confidence(self, signal_np: Float32s, class_np: Ints) -> Floats:
+        """[n, d] calibrated P(draft j accepted | drafts before j accepted). A raw value of 0 (or none) stays 0."""
+        raw = clean(signal_np)
+        length = raw.shape[1]
+        scale, shift = self._scale_np[:, :length], self._shift_np[:, :length]
+        if not shift.any() and (scale == 1.0).all():
+            return raw
+        kept = np.clip(raw, EDGE, 1 - EDGE)
+        logit = np.log(kept / (1 - kept)) * scale[class_np] + shift[class_np]
+        calibrated: Floats = 1 / (1 + np.exp(-logit))
+        calibrated[raw == 0.0] = 0.0
+        return calibrated
+
+    def fresh(self, signal_np: Float32s, class_np: Ints) -> Floats:
+        """[n, d] survival of the drafts that the signal speaks of."""
+        survival: Floats = np.cumprod(self.confidence(signal_np, class_np), axis=1, dtype=np.float64)
+        return survival
+
+    def prior(self, class_np: Ints) -> Floats:
+        """[n, S] what is expected of a row about which nothing is known; not rising along the row."""
+        return np.minimum.accumulate(self._prior_np, axis=1)[class_np]
+
+    def extend(self, survival_np: Floats, lengths_np: Ints, class_np: Ints) -> Floats:
+        """[n, S] the rows carried on beyond their lengths as the prior would: a_j = a_{j-1} * prior_j / prior_{j-1}."""
+        if (lengths_np == self.num_drafts).all():
+            return survival_np
+        prior = self.prior(class_np)
+        before = np.concatenate([np.ones((len(prior), 1)), prior[:, :-1]], axis=1)
+        ratio = prior / np.maximum(before, EDGE)
+        covered = np.arange(self.num_drafts) < lengths_np[:, None]
+        last = np.where(lengths_np > 0, survival_np[np.arange(len(prior)), np.maximum(lengths_np - 1, 0)], 1.0)
+        onward = last[:, None] * np.cumprod(np.where(covered, 1.0, ratio), axis=1)
+        return np.where(covered, survival_np, onward)
+
+    def predict(self, lagged_np: Floats, class_np: Ints) -> Floats:
+        """[n, S] this step's survival, expected from the last step's: lag map, clip, running minimum."""
+        if not self.learns:
+            return np.minimum.accumulate(lagged_np, axis=1)
+        mapped = np.clip(self._lag.apply(lagged_np, class_np), 0.0, 1.0)
+        return np.minimum.accumulate(mapped, axis=1)
+
+    # ----------------------------------------------------------------------------------------------------- learning
+
+    def teach_survival(
+        self, fresh_np: Floats, lagged_np: Floats, lagged_lengths_np: Ints, class_np: Ints, teaches_np: Bools
+    ) -> None:
+        """One step's fresh survivals [n, d], with the lagged ones [n, S] of the same rows (length 0: none).
+
+        Every drafted position is there, whatever was verified, so that nothing is learned from a censored outcome.
+        """
+        if not self.learns:
+            return
+        length = fresh_np.shape[1]
+        for label in (0, 1):
+            rows = np.flatnonzero((class_np == label) & teaches_np)
+            if len(rows):
+                self._teach_prior(label, fresh_np[rows])
+                pairs = np.arange(length) < lagged_lengths_np[rows, None]
+                self._lag.teach(label, lagged_np[rows, :length], fresh_np[rows], pairs)
+
+    def _teach_prior(self, label: int, fresh_np: Floats) -> None:
+        count, length = fresh_np.shape
+        weight = self._prior_weight_np[label, :length]
+        weight *= DECAY
+        weight += count
+        prior = self._prior_np[label, :length]
+        prior += (fresh_np.mean(axis=0) - prior) * (count / weight)
+
+    def teach_outcomes(
+        self, confidence_np: Floats, widths_np: AnyInts, accepted_np: AnyInts, class_np: Ints, teaches_np: Bools
+    ) -> None:
+        """What became of one step's drafts, with the confidences [n, d] they were given at the time.
+
+        Position j counts only if it was verified and its prefix accepted; then it was accepted or not. The shift of a
+        (class, position) is the maximum a posteriori of a logistic regression with one weight, followed from step to
+        step by Newton's rule while old outcomes fade; the prior, PRIOR_WEIGHT outcomes at shift 0, does not.
+        """
+        if not self.learns:
+            return
+        length = confidence_np.shape[1]
+        position = np.arange(length)
+        counts = (position < widths_np[:, None]) & (position <= accepted_np[:, None]) & teaches_np[:, None]
+        counts &= confidence_np > 0  # 0 also stands for a signal that was not finite
+        was_accepted = position < accepted_np[:, None]
+        for label in (0, 1):
+            trials = counts & (class_np == label)[:, None]
+            if not trials.any():
+                continue
+            error = np.where(trials, was_accepted - confidence_np, 0.0).sum(axis=0)
+            information = np.where(trials, confidence_np * (1 - confidence_np), 0.0).sum(axis=0)
+            shift = self._shift_np[label, :length]
+            known = self._information_np[label, :length]
+            known *= DECAY
+            known += information
+            step = (error - (1 - DECAY) * SHIFT_INFORMATION * shift) / (known + SHIFT_INFORMATION)
+            shift += np.clip(step, -MAX_SHIFT_STEP, MAX_SHIFT_STEP)
+            np.clip(shift, -MAX_SHIFT, MAX_SHIFT, out=shift)
+
+
+class _LagMap:
+    """Per (class, position): linear regression from lagged to fresh survival, forgetful, with a prior.
+
+    The age is always one decode step, for older confidence is unknown; so there is one map, not one per age. The means
+    start as PRIOR_WEIGHT observations at 0.5^j and fade into what is seen. The slope is shrunk for good towards
+    LAG_SLOPE by PRIOR_WEIGHT observations of variance LAG_VARIANCE: where little is known, or little varies, the map is
+    cautious.
+    """
+
+    def __init__(self, mean_np: Floats) -> None:
+        self._weight_np = np.full_like(mean_np, PRIOR_WEIGHT)
+        self._mean_x_np = mean_np.copy()
+        self._mean_y_np = mean_np.copy()
+        self._sum_xx_np = np.zeros_like(mean_np)  # centred
+        self._sum_xy_np = np.zeros_like(mean_np)
+
+    def slope(self) -> Floats:
+        prior = PRIOR_WEIGHT * LAG_VARIANCE
+        slope: Floats = (self._sum_xy_np + prior * LAG_SLOPE) / (self._sum_xx_np + prior)
+        return slope
+
+    def apply(self, lagged_np: Floats, class_np: Ints) -> Floats:
+        slope = self.slope()
+        base = self._mean_y_np - slope * self._mean_x_np
+        mapped: Floats = base[class_np] + slope[class_np] * lagged_np
+        return mapped
+
+    def teach(self, label: int, lagged_np: Floats, fresh_np: Floats, pairs_np: Bools) -> None:
+        """`pairs_np` [n, d]: where both survivals are there."""
+        count = pairs_np.sum(axis=0)
+        some = np.maximum(count, 1)
+        mean_x = np.where(pairs_np, lagged_np, 0.0).sum(axis=0) / some
+        mean_y = np.where(pairs_np, fresh_np, 0.0).sum(axis=0) / some
+        dx = np.where(pairs_np, lagged_np - mean_x, 0.0)
+        dy = np.where(pairs_np, fresh_np - mean_y, 0.0)
+        length = len(count)
+        decay = np.where(count > 0, DECAY, 1.0)
+        old = self._weight_np[label, :length] * decay
+        weight = old + count
+        off_x, off_y = mean_x - self._mean_x_np[label, :length], mean_y - self._mean_y_np[label, :length]
+        between = old * count / weight
+        self._sum_xx_np[label, :length] = (
+            self._sum_xx_np[label, :length] * decay + (dx * dx).sum(axis=0) + between * off_x**2
+        )
+        self._sum_xy_np[label, :length] = (
+            self._sum_xy_np[label, :length] * decay + (dx * dy).sum(axis=0) + between * off_x * off_y
+        )
+        self._mean_x_np[label, :length] += off_x * (count / weight)
+        self._mean_y_np[label, :length] += off_y * (count / weight)
+        self._weight_np[label, :length] = weight
+
+
+# ----------------------------------------------------------------------------------------------------- calibration file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Temperatures per position by (signal, class), as the calibration file of a drafter holds them."""
+
+    temperatures: dict[tuple[str, str], tuple[float, ...]]  # (head | peak | drawn, greedy | sampled) -> T_1, T_2, ...
+
+    def scale_np(self, signal: str, num_drafts: int) -> Floats:
+        """[2, S] 1 / T. Positions beyond the file take its last value, classes that it lacks stay as they are."""
+        scale = np.ones((2, num_drafts))
+        for label, name in enumerate(CLASSES):
+            values = self.temperatures.get((signal, name))
+            if values:
+                known = np.asarray(values[:num_drafts])
+                scale[label] = 1 / np.concatenate([known, np.full(num_drafts - len(known), known[-1])])
+        return scale
+
+    def covers(self, signal: str) -> bool:
+        return any((signal, name) in self.temperatures for name in CLASSES)
+
+    def save(self, path: Path) -> None:
+        signals: dict[str, dict[str, dict[str, list[float]]]] = {}
+        for (signal, name), values in self.temperatures.items():
+            signals.setdefault(signal, {})[name] = {"temperatures": list(values)}
+        path.write_text(json.dumps({"version": 1, "signals": signals}, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> "Calibration":
+        """Reads {"version": 1, "signals": {"head": {"greedy": {"temperatures": [...], ...}, "sampled": ...}, ...}}.
+
+        Keys beside `temperatures` (data set, errors before and after) are for readers. ConfigError names the field.
+        """
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"calibration {path}: {error}") from error
+        where = f"calibration {path}"
+        if not isinstance(data, dict) or data.get("version") != 1:
+            raise ConfigError(f"{where}: version must be 1")
+        temperatures = {}
+        for signal, classes in _object(data.get("signals"), f"{where}: signals").items():
+            if signal not in ("head", "peak", "drawn"):
+                raise ConfigError(f"{where}: signals.{signal} is not a signal; use head, peak or drawn")
+            for name, entry in _object(classes, f"{where}: signals.{signal}").items():
+                if name not in CLASSES:
+                    raise ConfigError(f"{where}: signals.{signal}.{name} is not a class; use greedy or sampled")
+                field = f"{where}: signals.{signal}.{name}"
+                temperatures[signal, name] = _temperatures(
+                    _object(entry, field).get("temperatures"), f"{field}.temperatures"
+                )
+        return cls(temperatures=temperatures)
+
+
+def _object(value: object, field: str) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{field} must be an object, found {type(value).__name__}")
+    return value
+
+
+def _temperatures(values: object, field: str) -> tuple[float, ...]:
+    if not isinstance(values, list) or not values:
+        raise ConfigError(f"{field} must be a list of numbers, one per position")
+    for index, value in enumerate(values):
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+            raise ConfigError(f"{field}[{index}] is {value!r}; it must be a finite number above 0")
+    return tuple(float(v) for v in values)
