@@ -1,7 +1,7 @@
 """Options as values: what a request may ask for, how speculation is done, how the engine is sized.
 
-Frozen and keyword-only. Each class checks itself when it is made and says which field is wrong and what to do. The engine
-never looks at a mode's name: `SpeculativeConfig.mode` is turned into one Policy object at the edge (`slipstream.llm`).
+Frozen and keyword-only. Each class checks itself when it is made and says which field is wrong and what to do. The
+engine never looks at a mode's name: `SpeculativeConfig.mode` is turned into one Policy object at the edge (`llm.py`).
 """
 
 import dataclasses
@@ -98,13 +98,14 @@ class SpeculativeConfig:
         default = {f.name: f.default for f in dataclasses.fields(self)}
         changed = {name for name, value in default.items() if getattr(self, name) != value}
         if self.draft_model is None and changed:
-            raise ConfigError(f"{', '.join(sorted(changed))}: no effect without draft_model; name a drafter or drop the option")
+            names = ", ".join(sorted(changed))
+            raise ConfigError(f"{names}: no effect without draft_model; name a drafter or drop the option")
         if not self.enable_adaptive_speculative_decode:
             idle = changed & {"confidence_signal", "adaptive_speculative_min_gain", "cost_model", "calibration"}
             if idle:
                 raise ConfigError(f"{', '.join(sorted(idle))}: no effect without enable_adaptive_speculative_decode")
         if self.confidence_allocation == "fresh" and not self.enable_lag_confidence:
-            raise ConfigError("confidence_allocation 'fresh' has no effect without enable_lag_confidence; switch lag on")
+            raise ConfigError("confidence_allocation 'fresh' needs enable_lag_confidence; switch lag on")
         if self.adaptive_speculative_min_gain and self.confidence_allocation == "fresh":
             raise ConfigError(
                 "adaptive_speculative_min_gain works on one token at a time and has no meaning for a budget "
@@ -123,7 +124,7 @@ class SpeculativeConfig:
 
     @classmethod
     def for_mode(cls, mode: str, **fields: Any) -> "SpeculativeConfig":
-        """The config of a `--verify` mode; `fields` are the remaining options (those that the mode ignores are dropped)."""
+        """The config of a `--verify` mode with the remaining options; mode off takes none."""
         _choice("verify", mode, MODES)
         if mode == "off":
             return cls()

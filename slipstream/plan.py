@@ -102,5 +102,5 @@ class StepResult:
     step: int
     widths_np: Int32s  # [B] drafts that were verified
     num_accepted_np: Int32s  # [B] n, drafts only
-    token_ids_np: Int32s  # [B, max width + 1] the target's tokens y_0..y_n; beyond n undefined. Row of a sequence that does not emit: undefined
+    token_ids_np: Int32s  # [B, W + 1] the target's tokens y_0..y_n of emitting sequences; all else is undefined
     invalid_np: Bools  # [B] the target's logits were not finite

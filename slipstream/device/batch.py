@@ -1,7 +1,7 @@
 """The target's ragged batch, built on the device from slot state and widths: stages `layout` and `fill`.
 
-Every row is a given token or a draft token; the rows of a sequence stand side by side, given rows first. Prefill is many
-given rows, decoding one given row and w drafts. The host supplies totals and bounds only, never a per-row vector.
+Every row is a given token or a draft token; the rows of a sequence stand side by side, given rows first. Prefill is
+many given rows, decoding one given row and w drafts. The host supplies totals and bounds only, never a per-row vector.
 Letters in shapes: B sequences, R rows, O output rows (rows whose logits are wanted), D decoding sequences, d drafts.
 """
 
@@ -32,7 +32,9 @@ class Batch:
     cu_outputs: Tensor  # [B + 1]
 
 
-def layout(state: SlotState, plan: PlanOnDevice, widths: Tensor, num_rows: int, num_outputs: int, page_size: int) -> Batch:
+def layout(
+    state: SlotState, plan: PlanOnDevice, widths: Tensor, num_rows: int, num_outputs: int, page_size: int
+) -> Batch:
     """Widths [B] to rows. num_rows = given + drafts and num_outputs = emitting + drafts are known to the host."""
     rows = plan.num_given + widths
     cu_rows = _starts(rows)

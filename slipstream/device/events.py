@@ -8,9 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
+
+import torch
 
 Kind = Literal["host", "wait", "device"]
+Mark: TypeAlias = "torch.cuda.Event | float"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +54,30 @@ class NullRecorder(Recorder):
     @contextmanager
     def span(self, step: int, name: str, kind: Kind) -> Iterator[None]:
         yield
+
+
+class Stopwatch:
+    """Device time between two marks of one step, read when the step is collected.
+
+    On a GPU the marks are events on the compute stream; on a CPU launches run where they are made, and the host's
+    clock is the device's.
+    """
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+
+    def mark(self) -> Mark:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    @staticmethod
+    def elapsed_ms(start: Mark, end: Mark) -> float:
+        """Only after the step was collected: waits for nothing then."""
+        if isinstance(start, float):
+            assert isinstance(end, float)
+            return 1e3 * (end - start)
+        assert isinstance(end, torch.cuda.Event)
+        return float(start.elapsed_time(end))

@@ -55,13 +55,16 @@ class Uploader:
 
     def _copy(self, staged: Tensor) -> Tensor:
         moved = staged.to(self._device, non_blocking=True)
-        event = torch.cuda.Event()
+        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._read[self._turn] = event
         return moved
 
     def _buffer(self, size: int) -> tuple[Tensor, NDArray[np.uint8]]:
-        tensor = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        if self._device.type != "cuda":
+            array = np.empty(size, np.uint8)
+            return torch.from_numpy(array), array
+        tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         return tensor, tensor.numpy()
 
 
@@ -82,7 +85,9 @@ class Exporter:
     """Starts copies to the host that run beside the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def start(self, tensors: dict[str, Tensor]) -> Export:
         if self._stream is None:
@@ -95,6 +100,6 @@ class Exporter:
                 host.copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._stream)
                 moved[name] = host
-            event = torch.cuda.Event()
+            event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return Export(moved, event)

@@ -1,7 +1,7 @@
 """Slot state: what the device knows of every running request, at fixed addresses.
 
-The host never reads it. `load` writes a plan into it, `apply_verdict` moves it forward after acceptance; everything else
-only gathers. Letters in shapes: N slots, L positions per request, P pages per request, B sequences of the step.
+The host never reads it. `load` writes a plan into it, `apply_verdict` moves it forward after acceptance; everything
+else only gathers. Letters in shapes: N slots, L positions per request, P pages per request, B sequences of the step.
 """
 
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ def _admit(state: SlotState, admission: Admission, uploader: Uploader) -> None:
 def apply_verdict(
     state: SlotState, plan: PlanOnDevice, num_accepted: Tensor, emitted: Tensor
 ) -> None:
-    """Move the slots forward: num_accepted [B] (0 where nothing is emitted), emitted [B, w + 1] token ids, valid up to n.
+    """Move the slots forward: num_accepted n [B] (0 where nothing is emitted), emitted [B, w + 1] ids, valid up to n.
 
     The tokens y_0..y_n become known at positions s + given .. s + given + n; the newest of them is the next anchor.
     """

@@ -1,0 +1,57 @@
+"""What a drafter is to the engine: it proposes blocks and absorbs the target's features. Stage `draft`.
+
+Knows nothing of verification. `BlockDraft` (draft/block.py) serves DFlash and DSpark; tests script their own.
+Letters in shapes: D decoding sequences, d drafts, V target vocabulary, R rows of the target's batch.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftView:
+    """The decoding sequences of this step, gathered from slot state."""
+
+    slots: Tensor  # [D] int64
+    context: Tensor  # [D] int64 context length s = position of the anchor
+    anchor_ids: Tensor  # [D] int64
+    page_table: Tensor  # [D, P] int64
+    max_context: int  # upper bound of context
+    step: int
+
+
+class Sampler(Protocol):
+    """How the acceptance rule wants the drafts of one step drawn."""
+
+    @property
+    def temperature(self) -> Tensor:
+        """[D] fp32 at which a draft's probability is read; 1 for greedy sequences."""
+
+    def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Draft number `offset` (0-based) of every sequence, from logits [D, Vd] fp32.
+
+        token_ids [Vd] are the target ids, ascending, that the columns stand for; None for the identity. Returns target
+        ids [D] and, if the rule needs it, the dense distribution [D, V] that they were drawn from.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    token_ids: Tensor  # [D, d] int64, target ids
+    signal: Tensor  # [D, d] fp32: raw confidence, a probability
+    prob: Tensor | None  # [D, d, V]: what each draft was drawn from, if the acceptance rule wants it
+
+
+class Drafter(Protocol):
+    max_draft_tokens: int  # S at most
+    max_position: int  # a block must end before this position
+    tap_layers: tuple[int, ...]  # target layers whose features `absorb` reads
+    has_confidence_head: bool
+
+    def propose(self, view: DraftView, num_drafts: int, sampler: Sampler, signal: str) -> Draft:
+        """A block of `num_drafts` (1..max_draft_tokens) drafts per sequence; `signal` is head, peak or drawn."""
+
+    def absorb(self, features: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
+        """Features [R, K * H] at positions [R] become draft context at kv_slots [R] (scratch for rejected rows)."""

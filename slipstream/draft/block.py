@@ -1,0 +1,83 @@
+"""DFlash and DSpark as the engine serves them: one forward over the block, then the serial draw from left to right.
+
+The block's own KV never enters the cache: it is concatenated to the context for the call. Context KV shares page
+numbers with the target's and is written by `absorb`, after verification, from the target's features.
+"""
+
+import torch
+from torch import Tensor
+
+from slipstream.cache.pool import KVPool
+from slipstream.draft.base import Draft, DraftView, Sampler
+from slipstream.models.drafters import BlockDrafter
+from slipstream.ops.attention import block_attention, plan_block
+
+
+class BlockDraft:
+    def __init__(self, network: BlockDrafter, pool: KVPool, num_token_ids: int) -> None:
+        """num_token_ids: ids from this one on are padding of the target's vocabulary and are never drafted."""
+        spec = network.spec
+        self.network = network
+        self.pool = pool
+        self.max_draft_tokens = spec.max_draft_tokens
+        self.max_position = spec.max_position_embeddings
+        self.tap_layers = spec.target_layer_ids
+        self.has_confidence_head = network.confidence_head is not None
+        self._windows = frozenset(spec.window(layer) for layer in range(spec.num_layers))
+        self._scale = spec.head_dim**-0.5
+        self._num_token_ids = num_token_ids
+        # None: draft ids are target ids
+        self._token_ids = None if spec.draft_vocab_size is None else network.draft_token_ids
+
+    def propose(self, view: DraftView, num_drafts: int, sampler: Sampler, signal: str) -> Draft:
+        hidden = self._block_hidden(view, num_drafts)
+        draft_rows = hidden[:, hidden.shape[1] - num_drafts :]  # fill-in: row 0 predicts nothing
+        logits = self.network.base_logits(draft_rows).float()  # [D, d, Vd]
+        state = self.network.markov_start(hidden, view.anchor_ids)
+        previous, probs = [view.anchor_ids], []
+        for j in range(num_drafts):
+            if self.network.markov_head is not None:
+                bias, state = self.network.markov_step(state, previous[-1], draft_rows[:, j])
+                logits[:, j] += bias
+            drawn, prob = sampler.draw(self._known(logits[:, j]), j, self._token_ids)
+            previous.append(drawn)
+            probs += [] if prob is None else [prob]
+        token_ids = torch.stack(previous[1:], dim=1)
+        confidence = self._signal(signal, logits, token_ids, draft_rows, torch.stack(previous[:-1], dim=1), sampler)
+        return Draft(token_ids, confidence, torch.stack(probs, dim=1) if probs else None)
+
+    def absorb(self, features: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
+        positions = positions.clamp(max=self.max_position - 1)  # beyond it nothing is drafted
+        for layer, (keys, values) in enumerate(self.network.context_kv(features, positions)):
+            self.pool.write(layer, kv_slots, keys, values)
+
+    def _block_hidden(self, view: DraftView, num_drafts: int) -> Tensor:
+        """[D, n, H] of the block [anchor, mask, ...]."""
+        num_rows = self.network.spec.rows(num_drafts)
+        steps = torch.arange(num_rows, device=view.context.device)
+        positions = (view.context[:, None] + steps).clamp(max=self.max_position - 1)
+        masks = view.anchor_ids.new_full((len(view.anchor_ids), num_rows - 1), self.network.spec.mask_token_id)
+        embeds = self.network.embed(torch.cat([view.anchor_ids[:, None], masks], dim=1))
+        plan = plan_block(
+            view.context, view.page_table, positions, view.max_context, self.pool.page_size, self._windows, embeds.dtype
+        )
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            window = self.network.spec.window(layer)
+            return block_attention(q, k, v, self.pool.keys[layer], self.pool.values[layer], plan, self._scale, window)
+
+        return self.network.hidden(embeds, positions, attend)
+
+    def _known(self, logits: Tensor) -> Tensor:
+        return logits if self._token_ids is not None else logits[..., : self._num_token_ids]
+
+    def _signal(
+        self, name: str, logits: Tensor, drawn: Tensor, hidden: Tensor, previous: Tensor, sampler: Sampler
+    ) -> Tensor:
+        """Raw confidence [D, d] as a probability."""
+        if name == "head":
+            return self.network.confidence(hidden, previous).sigmoid()
+        scaled = self._known(logits) / sampler.temperature[:, None, None]
+        columns = drawn if self._token_ids is None else torch.searchsorted(self._token_ids, drawn)
+        best = scaled.amax(-1) if name == "peak" else scaled.gather(-1, columns[..., None]).squeeze(-1)
+        return (best - scaled.logsumexp(-1)).exp()

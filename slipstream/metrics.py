@@ -1,0 +1,99 @@
+"""Counters of speculation and clocks of a request. Counts are stored, everything else is derived from them."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+@dataclass(slots=True)
+class SpecCounters:
+    """What happened to drafts, in decode steps only; per request, and merged into totals.
+
+    The target's own token that ends a step is emitted but is no accepted draft; tokens cut off by a stop are neither.
+    """
+
+    mode: str = "off"
+    steps: int = 0
+    drafted: int = 0
+    verified: int = 0  # sum of widths
+    accepted: int = 0  # sum of accepted drafts
+    emitted: int = 0
+    width_histogram: Counter[int] = field(default_factory=Counter)
+    verified_at: Counter[int] = field(default_factory=Counter)  # position j = 1.. -> times verified
+    accepted_at: Counter[int] = field(default_factory=Counter)
+
+    def count_step(self, drafted: int, width: int, accepted: int, emitted: int) -> None:
+        """One decode step of one sequence; `accepted` and `emitted` after stops have cut the step."""
+        assert 0 <= accepted <= width <= drafted, (drafted, width, accepted)
+        assert 0 <= emitted <= width + 1, (emitted, width)
+        self.steps += 1
+        self.drafted += drafted
+        self.verified += width
+        self.accepted += accepted
+        self.emitted += emitted
+        self.width_histogram[width] += 1
+        self.verified_at.update(range(1, width + 1))
+        self.accepted_at.update(range(1, accepted + 1))
+
+    def merge(self, other: "SpecCounters") -> None:
+        for name in ("steps", "drafted", "verified", "accepted", "emitted"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.width_histogram.update(other.width_histogram)
+        self.verified_at.update(other.verified_at)
+        self.accepted_at.update(other.accepted_at)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return _ratio(self.accepted, self.verified)
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        return _ratio(self.emitted, self.steps)
+
+    @property
+    def wasted_share(self) -> float | None:
+        return _ratio(self.verified - self.accepted, self.verified)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "mode": self.mode,
+            "steps": self.steps,
+            "drafted": self.drafted,
+            "verified": self.verified,
+            "accepted": self.accepted,
+            "emitted": self.emitted,
+            "acceptance_rate": self.acceptance_rate,
+            "mean_accepted_length": self.mean_accepted_length,
+            "width_histogram": {str(w): n for w, n in sorted(self.width_histogram.items())},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Clocks of one request, in seconds since an arbitrary start; the figures of the field derived from them."""
+
+    submitted_s: float
+    first_token_s: float
+    last_token_s: float
+    num_tokens: int
+
+    @property
+    def ttft_ms(self) -> float:
+        """Time to first token."""
+        return 1e3 * (self.first_token_s - self.submitted_s)
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Time per output token after the first."""
+        return _ratio(1e3 * (self.last_token_s - self.first_token_s), self.num_tokens - 1)
+
+    @property
+    def tok_per_s(self) -> float | None:
+        return _ratio(self.num_tokens, self.last_token_s - self.submitted_s)
+
+    def as_dict(self) -> dict[str, float | None]:
+        return {"ttft_ms": self.ttft_ms, "tpot_ms": self.tpot_ms, "tok_per_s": self.tok_per_s}

@@ -1,0 +1,140 @@
+"""Doubles for tests, ours and users': tiny random models, a scripted drafter, and a guard against hidden device reads.
+
+Everything is small enough for a CPU and random by seed. The scripted drafter is an ordinary `Drafter`: its drafts come
+from a table next[token], its confidence from a function of position, so that a test can say beforehand which widths a
+policy must choose; it is right whenever the target happens to continue a token the way the table says.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slipstream.draft.base import Draft, DraftView, Sampler
+from slipstream.engine import Engine
+from slipstream.models.decoder import Decoder
+from slipstream.models.spec import DecoderSpec
+
+# Confidence of drafts 0..d-1 at a step: (context [D], number of drafts) -> [D, d].
+ConfidenceScript = Callable[[Tensor, int], Tensor]
+
+
+def tiny_spec(family: str = "llama", **changes: Any) -> DecoderSpec:
+    """A two-layer decoder of 32 dimensions over 64 tokens."""
+    config = {
+        "model_type": family, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True, "eos_token_id": 1,
+    }  # fmt: skip
+    return DecoderSpec.from_hf({**config, **changes})
+
+
+def tiny_target(seed: int = 0, spec: DecoderSpec | None = None, std: float = 0.3) -> Decoder:
+    """fp32, random; the deviation is large enough for answers that do not repeat one token."""
+    decoder = Decoder(spec or tiny_spec(), dtype=torch.float32)
+    decoder.init_random(seed, std)
+    return decoder
+
+
+class TableDrafter:
+    """Drafts next[anchor], next[next[anchor]], ...; absorbs nothing. The confidence script stands in for a head."""
+
+    max_position = 1 << 30
+    tap_layers: tuple[int, ...] = ()
+    has_confidence_head = True
+
+    def __init__(self, table: Sequence[int], max_draft_tokens: int, confidence: ConfidenceScript | None = None) -> None:
+        self.max_draft_tokens = max_draft_tokens
+        self._next = torch.tensor(table)
+        self._confidence = confidence or varied_confidence
+
+    def propose(self, view: DraftView, num_drafts: int, sampler: Sampler, signal: str) -> Draft:
+        """Under rejection the table is a very peaked distribution, and drafts are drawn from it as the rule says."""
+        previous, drafts, probs = view.anchor_ids, [], []
+        for j in range(num_drafts):
+            logits = torch.zeros(len(previous), len(self._next)).scatter_(1, self._next[previous][:, None], 6.0)
+            previous, prob = sampler.draw(logits, j, None)
+            drafts.append(previous)
+            probs += [] if prob is None else [prob]
+        return Draft(
+            torch.stack(drafts, dim=1),
+            self._confidence(view.context, num_drafts).float(),
+            torch.stack(probs, dim=1) if probs else None,
+        )
+
+    def absorb(self, features: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
+        pass
+
+
+def varied_confidence(context: Tensor, num_drafts: int) -> Tensor:
+    """Anything between .05 and .95, changing with position and draft, so that every width occurs."""
+    steps = torch.arange(num_drafts)
+    return 0.05 + 0.9 * ((context[:, None] * 7 + steps * 3) % 11) / 10
+
+
+def next_token_table(answers: Sequence[Sequence[int]], vocab_size: int) -> list[int]:
+    """For every token its most frequent successor in the answers (itself where it has none)."""
+    counts = torch.zeros(vocab_size, vocab_size)
+    for answer in answers:
+        for token, successor in pairwise(answer):
+            counts[token, successor] += 1
+    best = counts.argmax(dim=1)
+    return torch.where(counts.sum(1) > 0, best, torch.arange(vocab_size)).tolist()
+
+
+_READS = ("item", "tolist", "numpy", "nonzero", "cpu", "__bool__", "__int__", "__float__", "__index__")
+
+
+class HiddenRead(AssertionError):
+    """A device value was read on the host outside `take_confidence` and `collect`."""
+
+
+@contextmanager
+def forbid_hidden_reads() -> Iterator[None]:
+    """Raise on every call that would make the host wait for the device, on a CPU too."""
+    names = [name for name in _READS if hasattr(torch.Tensor, name)]
+    originals = {name: getattr(torch.Tensor, name) for name in names}
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def read(self: Tensor, *args: object, **kwargs: object) -> Any:
+            raise HiddenRead(f"Tensor.{name} on a tensor of shape {list(self.shape)}")
+
+        return read
+
+    try:
+        for name in names:
+            setattr(torch.Tensor, name, refusing(name))
+        with _NoDynamicShapes():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch.Tensor, name, original)
+
+
+class _NoDynamicShapes(TorchDispatchMode):
+    """Catches reads from inside torch: scalars of tensors, boolean masks, shapes that depend on data."""
+
+    _OPS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "repeat_interleave.Tensor", "equal")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("aten::")
+        if name.split(".")[0] in self._OPS or name in self._OPS:
+            raise HiddenRead(f"aten::{name}")
+        if name.startswith(("index.", "index_put")) and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        ):
+            raise HiddenRead(f"aten::{name} with a boolean mask")
+        return func(*args, **(kwargs or {}))
+
+
+def assert_nothing_left(engine: Engine) -> None:
+    """After the last request: every slot and page is free, nothing is in flight."""
+    scheduler = engine.scheduler
+    assert not engine.has_work
+    assert not engine.requests
+    assert scheduler.pages.num_used == 0, f"{scheduler.pages.num_used} pages leaked"
+    assert scheduler.num_free_slots == scheduler.limits.max_num_seqs

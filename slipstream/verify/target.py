@@ -1,0 +1,42 @@
+"""The target's forward over the ragged batch: stage `verify`. One code path for prefill, decode and verification."""
+
+from torch import Tensor
+
+from slipstream.cache.pool import KVPool
+from slipstream.device.batch import Batch
+from slipstream.models.decoder import Decoder
+from slipstream.ops.attention import Segment, paged_attention, plan_paged
+
+
+class Target:
+    """The decoder, its KV pool and the taps that the drafter reads."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool, taps: tuple[int, ...], num_token_ids: int) -> None:
+        spec = decoder.spec
+        self.decoder = decoder
+        self.pool = pool
+        self.taps = taps
+        self._num_token_ids = num_token_ids  # ids from this one on are padding of the table
+        self._windows = [spec.window(layer) for layer in range(spec.num_layers)]
+        self._scale = spec.head_dim**-0.5
+
+    def verify(
+        self, batch: Batch, token_ids: Tensor, segments: tuple[Segment, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """token_ids [R] -> logits of the output rows [O, V] in the model's dtype, features [R, K * H] or None."""
+        plan = plan_paged(
+            segments, batch.cu_rows, batch.context, batch.page_table, batch.row_sequence, batch.row_offset,
+            self.pool.page_size, frozenset(self._windows), self.pool.keys.dtype,
+        )  # fmt: skip
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.pool.write(layer, batch.kv_slots, k, v)
+            return paged_attention(
+                q, self.pool.keys[layer], self.pool.values[layer], plan, self._scale, self._windows[layer]
+            )
+
+        hidden, features = self.decoder(token_ids, batch.positions, attend, self.taps)
+        logits = self.decoder.logits(hidden.index_select(0, batch.output_rows))
+        return logits[:, : self._num_token_ids], features
+
+
