@@ -291,9 +291,9 @@ def train(
     options = build(TrainOptions, merge({**given, "target": model}, config, {"target": DEFAULT_MODEL}), "train")
     from slipstream.train.trainer import train as run
 
-    report = run(options)
+    run(options, _output(as_json))
     if as_json:
-        _print_json(report)
+        _print_json({"target": options.target, "algorithm": options.algorithm, "drafter": str(options.out / "drafter")})
 
 
 # What commands share

@@ -105,9 +105,8 @@ def make_rows(
     )
     rows = []
     for case, llm, measured in zip(cases, llms, waves, strict=True):
-        notes = {name: value for name, value, _ in llm.notes}
-        drafts = notes.get("num_speculative_tokens", case.num_speculative_tokens)
-        resolved = Case(mode=case.mode, num_speculative_tokens=drafts, concurrency=case.concurrency)
+        notes: dict[str, Any] = {name: value for name, value, _ in llm.notes}
+        resolved = replace(case, num_speculative_tokens=llm.engine.scheduler.limits.max_drafts or None)
         rows.append(bench_row(resolved, settings, notes.get("confidence_signal"), measured))
     compare_to_off(rows, [measured[0].answers for measured in waves])
     return rows
