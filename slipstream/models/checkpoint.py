@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.errors import CheckpointError
+from slipstream.models.dialects import need, refuse_other_networks, section
 from slipstream.models.headers import TensorHeader, read_headers, read_json
-from slipstream.models.layout import LAYOUT_FLAGS, Layout, decide_layout
+from slipstream.models.layout import Layout, decide_layout
 from slipstream.models.spec import FULL, SLIDING, DecoderSpec, RopeSpec
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
@@ -81,49 +82,44 @@ class DrafterSpec:
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
 
-def _need(ok: bool, message: str) -> None:
-    if not ok:
-        raise CheckpointError(message)
-
-
 def _check_spec(spec: DrafterSpec) -> None:
     """Raise on a spec that contradicts itself."""
     heads, kv_heads, ids = spec.num_heads, spec.num_kv_heads, spec.target_layer_ids
-    _need(spec.block_size >= 2, f"block_size {spec.block_size} leaves nothing to draft; it must be at least 2")
-    _need(heads % kv_heads == 0, f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    _need(spec.head_dim % 2 == 0, f"head_dim {spec.head_dim} is odd; RoPE needs pairs")
-    _need(
+    need(spec.block_size >= 2, f"block_size {spec.block_size} leaves nothing to draft; it must be at least 2")
+    need(heads % kv_heads == 0, f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    need(spec.head_dim % 2 == 0, f"head_dim {spec.head_dim} is odd; RoPE needs pairs")
+    need(
         0 <= spec.mask_token_id < spec.vocab_size,
         f"mask_token_id {spec.mask_token_id} is outside the embedding table of {spec.vocab_size} rows; "
         "set it to the id that the drafter was trained with",
     )
-    _need(
+    need(
         (spec.draft_vocab_size or 1) <= spec.vocab_size,
         f"draft_vocab_size {spec.draft_vocab_size} exceeds vocab_size {spec.vocab_size}",
     )
-    _need(
+    need(
         spec.markov_head_type in MARKOV_HEAD_TYPES,
         f"markov_head_type {spec.markov_head_type!r} is unknown; known: {', '.join(MARKOV_HEAD_TYPES)}",
     )
-    _need(
+    need(
         spec.markov_rank > 0 or not spec.confidence_with_markov,
         "confidence_head_with_markov is true but markov_rank is 0; correct one of them",
     )
-    _need(len(ids) > 0, "target_layer_ids is empty; a block drafter reads at least one target layer")
-    _need(
+    need(len(ids) > 0, "target_layer_ids is empty; a block drafter reads at least one target layer")
+    need(
         list(ids) == sorted(set(ids)) and ids[0] >= -1,
         f"target_layer_ids {list(ids)} must ascend from -1 (embedding output) or 0",
     )
-    _need(
+    need(
         spec.num_target_layers is None or ids[-1] < spec.num_target_layers,
         f"target_layer_ids {list(ids)} reaches past the target's {spec.num_target_layers} layers (num_target_layers), "
         "which count from 0",
     )
-    _need(
+    need(
         len(spec.layer_types) == spec.num_layers,
         f"layer_types names {len(spec.layer_types)} layers, num_hidden_layers is {spec.num_layers}",
     )
-    _need(
+    need(
         SLIDING not in spec.layer_types or (spec.sliding_window or 0) >= 1,
         f"layer_types names {SLIDING}, so sliding_window must be at least 1, found {spec.sliding_window}",
     )
@@ -132,26 +128,26 @@ def _check_spec(spec: DrafterSpec) -> None:
 def check_fit(spec: DrafterSpec, target: DecoderSpec) -> None:
     """Raise unless the drafter can serve this target."""
 
-    def need(ok: bool, message: str) -> None:
-        _need(ok, f"the drafter does not fit the target: {message}; use a drafter made for this target")
+    def fits(ok: bool, message: str) -> None:
+        need(ok, f"the drafter does not fit the target: {message}; use a drafter made for this target")
 
-    need(
+    fits(
         spec.target_hidden_size == target.hidden_size,
         f"draft hidden size: it reads target features of width {spec.target_hidden_size}, "
         f"the target's hidden size is {target.hidden_size}",
     )
-    need(
+    fits(
         spec.hidden_size == target.hidden_size or (spec.own_embedding and spec.own_head),
         f"draft hidden size {spec.hidden_size} is not the target's {target.hidden_size}, "
         "and it has no embedding and head of its own",
     )
-    need(spec.vocab_size == target.vocab_size, f"vocab_size {spec.vocab_size} is not the target's {target.vocab_size}")
-    need(
+    fits(spec.vocab_size == target.vocab_size, f"vocab_size {spec.vocab_size} is not the target's {target.vocab_size}")
+    fits(
         spec.target_layer_ids[-1] < target.num_layers,
         f"target_layer_ids {list(spec.target_layer_ids)} reaches past the target's {target.num_layers} layers, "
         "which count from 0",
     )
-    need(
+    fits(
         spec.num_target_layers in (None, target.num_layers),
         f"num_target_layers is {spec.num_target_layers}, the target has {target.num_layers}",
     )
@@ -159,51 +155,6 @@ def check_fit(spec: DrafterSpec, target: DecoderSpec) -> None:
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
-CLASSES = ("Qwen3DSparkModel", "DFlashDraftModel", "DSparkDraftModel")
-REFUSED_CLASSES = {
-    "Gemma4DSparkModel": "the Gemma4 drafter is another network (scaled embedding, four norms a layer, capped logits)",
-}
-# Keys of other networks that go by the same names, and of options that change the arithmetic.
-REFUSED_KEYS = {
-    "conv_kernel_size": "DFlash2 (convolutions)",
-    "conv_group_size": "DFlash2 (convolutions)",
-    "selector_rank": "DFlash2 (top-k selectors)",
-    "selector_top_k": "DFlash2 (top-k selectors)",
-    "fusion_mode": "DFlare (another fusion of features)",
-    "dspark_block_size": "the DSpark bundled with DeepSeek-V4",
-    "dspark_markov_rank": "the DSpark bundled with DeepSeek-V4",
-    "dspark_target_layer_ids": "the DSpark bundled with DeepSeek-V4",
-    "dspark_noise_token_id": "the DSpark bundled with DeepSeek-V4",
-    "quantization_config": "quantised weights",
-    "compression_config": "quantised weights",
-    "num_experts": "a mixture of experts",
-    "n_routed_experts": "a mixture of experts",
-    "attention_sink_bias": "attention sinks",
-    "attention_value_scale": "scaled attention values",
-    "output_multiplier": "scaled logits",
-    "logit_scale": "scaled logits",
-    "final_logit_softcapping": "capped logits",
-}
-PROJECTORS = (None, "dflash", "dspark")
-_NESTED_KEYS = frozenset((
-    "block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "target_hidden_size", "causal", "use_swa",
-    "swa_window_size", "is_neox_style", "projector_type", "markov_rank", "markov_head_type", "enable_confidence_head",
-    "confidence_head_with_markov", "num_anchors", *LAYOUT_FLAGS,
-))  # fmt: skip
-_TOP_KEYS = _NESTED_KEYS - {"causal", "use_swa", "swa_window_size", "is_neox_style", "projector_type"} | frozenset((
-    "architectures", "dflash_config", "speculative_tokens", "draft_vocab_size", "vocab_size", "hidden_size",
-    "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
-    "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "max_position_embeddings",
-    "attention_bias", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "hidden_act",
-    "is_causal", "speculators_model_type", "transformer_layer_config", "speculators_config",
-    "aux_hidden_state_layer_ids", "sliding_window_non_causal",
-    # Keys that say nothing about the arithmetic of a forward.
-    "slipstream", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version", "speculators_version",
-    "use_cache", "attention_dropout", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id",
-    "tie_word_embeddings", "_name_or_path", "name_or_path", "target_model_type", "return_dict", "id2label", "label2id",
-    "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "problem_type", "is_encoder_decoder",
-    "pretraining_tp", "tokenizer_class", "_attn_implementation", "attn_implementation",
-))  # fmt: skip
 # What a speculators file leaves out of transformer_layer_config, which is saved as a difference from class defaults.
 _QWEN3_DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
@@ -233,7 +184,7 @@ def spec_from_config(config: Mapping[str, Any], layout: str | None = None) -> Dr
     refuse_other_networks(config)
     kind = config.get("speculators_model_type")  # None in every other dialect
     get = _Fields({**config, **_merged_nested(config)})
-    body = _Fields({**_QWEN3_DEFAULTS, **(config.get("transformer_layer_config") or {})}) if kind else get
+    body = _Fields({**_QWEN3_DEFAULTS, **section(config, "transformer_layer_config")}) if kind else get
     block_size = get.count("block_size", minimum=2, default=8 if kind else None)
     decision = decide_layout(config, block_size, layout)
     num_layers = body.count("num_hidden_layers", minimum=1)
@@ -256,7 +207,7 @@ def spec_from_config(config: Mapping[str, Any], layout: str | None = None) -> Dr
         num_kv_heads=body.count("num_key_value_heads", minimum=1, default=num_heads),
         head_dim=body.count("head_dim", minimum=2, default=hidden_size // num_heads),
         rms_norm_eps=body.number("rms_norm_eps", default=1e-6),
-        rope=RopeSpec.from_hf(body.values),
+        rope=_rope(body),
         max_position_embeddings=body.count("max_position_embeddings", minimum=1, default=32768),
         attention_bias=body.flag("attention_bias", default=False),
         layer_types=layer_types,
@@ -274,42 +225,6 @@ def spec_from_config(config: Mapping[str, Any], layout: str | None = None) -> Dr
     )
 
 
-def refuse_other_networks(config: Mapping[str, Any]) -> None:
-    """Raise on another network, on options that change the arithmetic, and on keys that nobody here has heard of."""
-    name, kind = next(iter(config.get("architectures") or ()), None), config.get("speculators_model_type")
-    _need(name not in REFUSED_CLASSES, f"architectures {name} is not supported: {REFUSED_CLASSES.get(str(name))}")
-    _need(kind in (None, "dflash", "dspark"), f"speculators_model_type {kind!r} is not a block drafter")
-    nested = config.get("dflash_config") or {}
-    _need(isinstance(nested, dict), "dflash_config must be an object")
-    body = config.get("transformer_layer_config") or {}
-    _need(isinstance(body, dict), "transformer_layer_config must be an object")
-    places = (("", config, _TOP_KEYS), ("dflash_config.", nested, _NESTED_KEYS))
-    for place, values in (*(place[:2] for place in places), ("transformer_layer_config.", body)):
-        for key in values.keys() & REFUSED_KEYS.keys():
-            _need(_is_off(values[key]), f"{place}{key} is not supported: it belongs to {REFUSED_KEYS[key]}")
-    projector = nested.get("projector_type")
-    _need(projector in PROJECTORS, f"dflash_config.projector_type {projector!r} is not supported: another network")
-    known_class = kind is not None or name in CLASSES
-    _need(known_class, f"architectures {name!r} is not a block drafter; known: {', '.join(CLASSES)}, speculators files")
-    for place, values, known in places:
-        for key in sorted(values.keys() - known):
-            _need(
-                _is_off(values[key]),
-                f"{place}{key} is an unknown key and may change the arithmetic; "
-                "remove it from config.json if it does not",
-            )
-    _need(
-        nested.get("is_neox_style") is not False, "dflash_config.is_neox_style=false is not supported (RoPE in pairs)"
-    )
-    act = (body if kind else config).get("hidden_act") or "silu"
-    _need(act == "silu", f"hidden_act {act!r} is not supported, only silu")
-
-
-def _is_off(value: Any) -> bool:
-    """Values under which an option has no effect."""
-    return value is None or value is False or value in ({}, [], "")
-
-
 class _Fields:
     """Typed reads of a config that name the field when its value is not what it should be."""
 
@@ -322,9 +237,9 @@ class _Fields:
 
     def count(self, key: str, minimum: int, default: int | None = None) -> int:
         value = self.value(key, default)
-        _need(value is not None, f"config.json lacks {key}; add it")
+        need(value is not None, f"config.json lacks {key}; add it")
         ok = type(value) is int and value >= minimum
-        _need(ok, f"{key} is {value!r}; it must be a whole number of at least {minimum}")
+        need(ok, f"{key} is {value!r}; it must be a whole number of at least {minimum}")
         return int(value)
 
     def optional_count(self, key: str) -> int | None:
@@ -332,40 +247,56 @@ class _Fields:
 
     def number(self, key: str, default: float) -> float:
         value = self.value(key, default)
-        _need(type(value) in (int, float), f"{key} is {value!r}; it must be a number")
+        need(type(value) in (int, float), f"{key} is {value!r}; it must be a number")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.value(key, default)
-        _need(isinstance(value, bool), f"{key} is {value!r}; it must be true or false")
+        need(isinstance(value, bool), f"{key} is {value!r}; it must be true or false")
         return bool(value)
 
 
 def _merged_nested(config: Mapping[str, Any]) -> dict[str, Any]:
     """dflash_config without its nulls; a value that differs from the top level's is an error."""
-    nested = {key: value for key, value in (config.get("dflash_config") or {}).items() if value is not None}
+    nested = {key: value for key, value in section(config, "dflash_config").items() if value is not None}
     for key, value in nested.items():
         outer = config.get(key)
-        _need(outer in (None, value), f"{key} is {outer!r} at the top level and {value!r} in dflash_config")
+        need(outer in (None, value), f"{key} is {outer!r} at the top level and {value!r} in dflash_config")
     return nested
+
+
+def _rope(body: _Fields) -> RopeSpec:
+    """RopeSpec reads the keys; that their values are of a sensible kind is checked here."""
+    for key in ("rope_theta", "partial_rotary_factor"):
+        need(body.number(key, default=1.0) > 0, f"{key} is {body.value(key)!r}; it must be above 0")
+    try:
+        return RopeSpec.from_hf(
+            {**body.values, "max_position_embeddings": body.value("max_position_embeddings", 32768)}
+        )
+    except (TypeError, ValueError) as error:
+        given = body.value("rope_scaling") or body.value("rope_parameters")
+        raise CheckpointError(f"RoPE parameters {given!r} are malformed: {error}") from error
 
 
 def _windows(config: Mapping[str, Any], body: _Fields, num_layers: int) -> tuple[tuple[str, ...], int | None]:
     """Layer types and window. In the block, sliding layers are causal, full ones are not; other files are refused."""
-    types = tuple(body.value("layer_types") or _layer_types_by_rule(body, num_layers))
+    given = body.value("layer_types") or _layer_types_by_rule(body, num_layers)
+    ok = isinstance(given, list) and all(isinstance(kind, str) for kind in given)
+    need(ok, f"layer_types is {given!r}; it must be a list of names")
+    types = tuple(given)
     unknown = sorted(set(types) - {FULL, SLIDING})
-    _need(not unknown, f"layer_types {unknown} are not supported (known: {FULL}, {SLIDING})")
-    nested, is_causal = config.get("dflash_config") or {}, config.get("is_causal")
+    need(not unknown, f"layer_types {unknown} are not supported (known: {FULL}, {SLIDING})")
+    nested, is_causal = section(config, "dflash_config"), config.get("is_causal")
     if SLIDING not in types:
-        _need(not nested.get("use_swa"), "dflash_config.use_swa without sliding layers is not supported")
-        _need(not is_causal, "is_causal=true with full layers (a causal block) is not supported")
+        need(not nested.get("use_swa"), "dflash_config.use_swa without sliding layers is not supported")
+        need(not is_causal, "is_causal=true with full layers (a causal block) is not supported")
         return types, None
-    _need(nested.get("causal") is not False, "dflash_config.causal=false with sliding layers is not supported")
-    _need(is_causal is not False, "is_causal=false with sliding layers is not supported")
-    _need(not config.get("sliding_window_non_causal"), "sliding_window_non_causal=true is not supported")
+    need(nested.get("causal") is not False, "dflash_config.causal=false with sliding layers is not supported")
+    need(is_causal is not False, "is_causal=false with sliding layers is not supported")
+    need(not config.get("sliding_window_non_causal"), "sliding_window_non_causal=true is not supported")
     window = nested.get("swa_window_size") or body.value("sliding_window")
     ok = type(window) is int and window > 0
-    _need(ok, f"layer_types names {SLIDING}, so sliding_window must be a whole number above 0, found {window!r}")
+    need(ok, f"layer_types names {SLIDING}, so sliding_window must be a whole number above 0, found {window!r}")
     return types, window
 
 
@@ -381,11 +312,11 @@ def _target_layer_ids(config: Mapping[str, Any], get: _Fields, num_layers: int) 
     if config.get("speculators_model_type"):
         # Speculators counts entries of hidden_states, where 0 is the embedding output: one more than layers from 0.
         ids, shift = get.value("aux_hidden_state_layer_ids"), 1
-        _need(ids is not None, "config.json lacks aux_hidden_state_layer_ids; add it")
+        need(ids is not None, "config.json lacks aux_hidden_state_layer_ids; add it")
     if ids is None:
         return default_target_layer_ids(get.count("num_target_layers", minimum=1), num_layers)
     ok = isinstance(ids, list) and all(type(one) is int for one in ids)
-    _need(ok, f"target_layer_ids is {ids!r}; it must be a list of layer numbers")
+    need(ok, f"target_layer_ids is {ids!r}; it must be a list of layer numbers")
     return tuple(one - shift for one in ids)
 
 
@@ -429,9 +360,9 @@ def canonical_names(headers: Mapping[str, TensorHeader]) -> dict[str, TensorHead
         if canonical in _TRAINING_ONLY:
             continue
         foreign = any(part in canonical for part in _FOREIGN_NAMES)
-        _need(not foreign, f"tensor {name} belongs to another network or to quantised weights; neither is supported")
+        need(not foreign, f"tensor {name} belongs to another network or to quantised weights; neither is supported")
         other = names.get(canonical)
-        _need(other is None, f"tensors {other and other.name} and {name} are the same weight; remove one")
+        need(other is None, f"tensors {other and other.name} and {name} are the same weight; remove one")
         names[canonical] = header
     return names
 
@@ -442,7 +373,7 @@ def with_tensors(spec: DrafterSpec, headers: Mapping[str, TensorHeader]) -> Draf
     draft_vocab_size = spec.draft_vocab_size
     if "d2t" in by_name:
         draft_vocab_size = draft_vocab_size or by_name["d2t"].num_values
-    _need(
+    need(
         draft_vocab_size is None or "d2t" in by_name,
         f"tensor d2t is missing, which maps the {draft_vocab_size} draft ids (draft_vocab_size) to target ids",
     )
@@ -506,13 +437,13 @@ def check_tensors(spec: DrafterSpec, headers: Mapping[str, TensorHeader]) -> dic
     """Raise unless the file holds exactly the tensors of the spec; returns them by canonical name."""
     by_name, expected = canonical_names(headers), expected_tensors(spec)
     for name, shape in expected.items():
-        _need(name in by_name, f"tensor {name} {list(shape)} is missing from the drafter, its config.json asks for it")
+        need(name in by_name, f"tensor {name} {list(shape)} is missing from the drafter, its config.json asks for it")
         header = by_name[name]
-        _need(header.shape == shape, _shape_message(spec, header, name, shape))
+        need(header.shape == shape, _shape_message(spec, header, name, shape))
         number = ("I64", "I32") if name == "d2t" else ("BF16", "F16", "F32")
-        _need(header.dtype in number, f"tensor {header.name} has type {header.dtype}; supported: {', '.join(number)}")
+        need(header.dtype in number, f"tensor {header.name} has type {header.dtype}; supported: {', '.join(number)}")
     surplus = [header.name for name, header in by_name.items() if name not in expected]
-    _need(
+    need(
         not surplus,
         f"tensor {surplus and surplus[0]} is surplus ({len(surplus)} in all): nothing in config.json asks for it; "
         "correct config.json, or remove the tensor",

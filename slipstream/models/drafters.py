@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -340,8 +340,12 @@ def load_drafter(
 
 def _reader(stack: ExitStack, headers: Mapping[str, TensorHeader]) -> Callable[[str], Tensor]:
     """A function from canonical name to tensor; every file is opened once, memory-mapped."""
-    paths = {header.file for header in headers.values()}
-    files = {path: stack.enter_context(safe_open(path, framework="pt", device="cpu")) for path in paths}
+    files = {}
+    for path in {header.file for header in headers.values()}:
+        try:
+            files[path] = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
 
     def read(name: str) -> Tensor:
         header = headers[name]

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import CheckpointError
-from slipstream.models.checkpoint import CLASSES, REFUSED_CLASSES, DrafterSpec, read_checkpoint
+from slipstream.models.checkpoint import DrafterSpec, read_checkpoint
+from slipstream.models.dialects import CLASSES, REFUSED_CLASSES, architecture
 from slipstream.models.headers import TensorHeader, read_headers, read_json
 from slipstream.models.spec import DecoderSpec
 
@@ -34,9 +35,8 @@ def describe(path: Path, layout: str | None = None) -> dict[str, Any]:
 
 def is_drafter(config: dict[str, Any]) -> bool:
     """Whether a config.json belongs to a block drafter, be it one that is refused."""
-    names = config.get("architectures") or ()
     marks = {"dflash_config", "speculators_model_type", "dspark_block_size"}
-    return bool(marks & config.keys()) or any(name in CLASSES or name in REFUSED_CLASSES for name in names)
+    return bool(marks & config.keys()) or architecture(config) in {*CLASSES, *REFUSED_CLASSES}
 
 
 def describe_drafter(spec: DrafterSpec) -> dict[str, Any]:

@@ -66,18 +66,26 @@ def _by_flags(config: Mapping[str, Any]) -> list[LayoutDecision]:
 def _by_count(config: Mapping[str, Any], block_size: int) -> LayoutDecision | None:
     """The number of drafts that the file proposes: B - 1 leaves row 0 out, B uses it."""
     count = config.get("speculative_tokens")
-    proposals = (config.get("speculators_config") or {}).get("proposal_methods") or []
-    if count is None and proposals:
-        count = proposals[0].get("speculative_tokens")
+    if count is None:
+        count = _proposed(config.get("speculators_config"))
     if count is None:
         return None
-    if count not in (block_size - 1, block_size):
+    if type(count) is not int or count not in (block_size - 1, block_size):
         raise CheckpointError(
             f"speculative_tokens {count!r} fits neither layout of block_size {block_size}; "
             f"it must be {block_size - 1} (fill_in) or {block_size} (anchor_first)"
         )
     reason = f"speculative_tokens={count} with block_size={block_size}"
     return LayoutDecision(layout=_layout(count == block_size), reason=reason)
+
+
+def _proposed(speculators_config: Any) -> Any:
+    """The number of drafts of a speculators file's first proposal method, None where it names none."""
+    if not isinstance(speculators_config, dict):
+        return None
+    methods = speculators_config.get("proposal_methods")
+    first = methods[0] if isinstance(methods, list) and methods else None
+    return first.get("speculative_tokens") if isinstance(first, dict) else None
 
 
 def _by_class(config: Mapping[str, Any]) -> LayoutDecision:

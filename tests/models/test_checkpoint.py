@@ -153,7 +153,7 @@ PROPOSES = {"proposal_methods": [{"speculative_tokens": 7}]}
         ({"architectures": ["DSparkDraftModel"]}, "anchor_first", "architectures DSparkDraftModel"),
         ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "dspark"}}, "anchor_first",
          "dflash_config.projector_type dspark"),
-        ({"architectures": ["DFlashDraftModel"], "sample_from_anchor": True}, "anchor_first", "flag sample_from_anchor"),
+        ({"architectures": ["DFlashDraftModel"], "sample_from_anchor": True}, "anchor_first", "sample_from_anchor"),
         ({"architectures": ["Qwen3DSparkModel"], "sample_from_anchor": False}, "fill_in", "sample_from_anchor=false"),
         ({"architectures": ["Qwen3DSparkModel"], "dspark_bonus_anchor": True}, "fill_in", "dspark_bonus_anchor=true"),
         ({"architectures": ["DFlashDraftModel"], "dflash_config": {"query_zero_predicts_next": True}}, "anchor_first",
@@ -269,6 +269,20 @@ def test_a_flipped_flag_in_a_written_file_is_noticed(dspark_spec: Callable[..., 
 def test_refused_by_name(config: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         spec_from_config(config)
+
+
+@pytest.mark.parametrize("config", [Z_LAB, DEEPSPEC, SPECFORGE, SPECULATORS])
+def test_a_value_of_the_wrong_kind_is_an_error_and_no_crash(config: dict[str, Any]) -> None:
+    refused = 0
+    for place in ("", "dflash_config", "transformer_layer_config"):
+        values = config.get(place, {}) if place else config
+        for key, wrong in itertools.product(values, ("x", -1, 1.5, True, [1], ["x"], {"a": 1}, None)):
+            changed = values | {key: wrong}
+            try:
+                spec_from_config(config | {place: changed} if place else changed)
+            except CheckpointError:
+                refused += 1
+    assert refused > 40
 
 
 def test_options_that_are_off_are_no_reason_to_refuse() -> None:
