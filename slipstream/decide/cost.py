@@ -114,6 +114,7 @@ class TableCost(StepCost):
     c2: float = 0.0
     c3: float = 0.0
     _dense_np: Floats = field(init=False, repr=False, compare=False)  # [rows[-1] + 1] ms by row count
+    _hull: "TableCost | None" = field(init=False, repr=False, compare=False)  # made when it is first asked for
 
     def __post_init__(self) -> None:
         if not self.rows or len(self.rows) != len(self.ms):
@@ -135,6 +136,7 @@ class TableCost(StepCost):
         else:
             dense = np.interp(counts, self.rows, self.ms)
         object.__setattr__(self, "_dense_np", dense)
+        object.__setattr__(self, "_hull", None)
 
     def curve(self, first: int, count: int) -> Floats:
         dense = self._dense_np
@@ -151,17 +153,23 @@ class TableCost(StepCost):
         return max(0.0, (self.ms[-1] - self.ms[0]) / (self.rows[-1] - self.rows[0]))
 
     def hull(self) -> "TableCost":
-        points = [(0, self.ms[0]), *zip(self.rows, self.ms, strict=True)]
+        if self._hull is None:
+            object.__setattr__(self, "_hull", self._make_hull())
+        assert self._hull is not None
+        return self._hull
+
+    def _make_hull(self) -> "TableCost":
+        """Monotone chain over both ends of every stair, or over the entries."""
+        last = self.rows[-1]
+        corners = {1, *self.rows, *(r + 1 for r in self.rows if r < last)}
         lower: list[tuple[int, float]] = []
-        for x, y in points:
-            while len(lower) > 1 and _turns_down(lower[-2], lower[-1], (x, y)):
+        for rows in sorted(corners):
+            point = (rows, float(self._dense_np[rows]))
+            while len(lower) > 1 and _turns_down(lower[-2], lower[-1], point):
                 lower.pop()
-            lower.append((x, y))
-        kept = lower[1:]
-        if kept[0][0] > 1:
-            kept = [(1, float(np.interp(1, [x for x, _ in lower], [y for _, y in lower]))), *kept]
+            lower.append(point)
         return TableCost(
-            rows=tuple(x for x, _ in kept), ms=tuple(y for _, y in kept), staircase=False, c2=self.c2, c3=self.c3
+            rows=tuple(x for x, _ in lower), ms=tuple(y for _, y in lower), staircase=False, c2=self.c2, c3=self.c3
         )
 
     def parts(self, rows: int, kv_rows: float, kv: float) -> Floats:
