@@ -211,8 +211,8 @@ def test_counts_of_the_published_files() -> None:
     dflash = DrafterSpec(
         algorithm="dflash", layout="fill_in", layout_reason="test", block_size=16, num_layers=5, hidden_size=4096,
         intermediate_size=12288, num_heads=32, num_kv_heads=8, head_dim=128, rms_norm_eps=1e-6,
-        rope=RopeSpec(theta=1e6), max_position_embeddings=64, layer_types=(FULL,) * 5, target_layer_ids=(1, 9, 17, 25, 33),
-        target_hidden_size=4096, vocab_size=151936, mask_token_id=151669,
+        rope=RopeSpec(theta=1e6), max_position_embeddings=64, layer_types=(FULL,) * 5,
+        target_layer_ids=(1, 9, 17, 25, 33), target_hidden_size=4096, vocab_size=151936, mask_token_id=151669,
     )  # fmt: skip
     weights = destinations(BlockDrafter(dflash, torch.bfloat16, "meta"))
     assert len(weights) == 58
