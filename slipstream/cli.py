@@ -22,7 +22,7 @@ from rich.text import Text
 from slipstream.config import MODES, SamplingParams
 from slipstream.errors import ConfigError, EngineError, RequestError, SlipstreamError
 from slipstream.lab.cases import BenchOptions
-from slipstream.lab.paint import painted, pieces_of
+from slipstream.lab.paint import pieces_of, show
 from slipstream.lab.report import plain_json, probe_table, rows_table
 from slipstream.options import DEFAULT_MODEL, MODE_FLAGS, Options, build, field_names, gather, merge
 
@@ -105,7 +105,8 @@ def generate(
     llm = _start(options, max_num_seqs=1)
     completion = (llm.generate([text], params) if raw else llm.chat([_user(text)], params))[0]
     out = _output(as_json)
-    out.print(painted(pieces_of(llm.tokenizer, completion.token_ids, completion.accepted)), soft_wrap=True)
+    show(out, pieces_of(llm.tokenizer, completion.token_ids, completion.accepted))
+    out.print()
     _say(_summary(completion.spec, completion.timing.tok_per_s))
     if completion.error:
         raise EngineError(completion.error)
@@ -392,7 +393,7 @@ def _reply(llm: "LLM", messages: list[dict[str, str]], params: SamplingParams, o
     """Stream one answer to the screen and return its text."""
     text, num_tokens, num_accepted, start = "", 0, 0, time.perf_counter()
     for chunk in llm.stream(messages, params):
-        out.print(painted(chunk.pieces), end="", soft_wrap=True)
+        show(out, chunk.pieces)
         text += chunk.text
         num_tokens += len(chunk.token_ids)
         num_accepted += sum(chunk.accepted)

@@ -9,8 +9,10 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from slipstream.device.events import Span
+if TYPE_CHECKING:  # it stands beside code that needs torch
+    from slipstream.device.events import Span
 
 Interval = tuple[float, float]  # [start, end) in seconds
 
@@ -57,7 +59,7 @@ def overlap(ours: Sequence[Interval], theirs: Sequence[Interval]) -> float:
     return total
 
 
-def critical_path(spans: Sequence[Span]) -> CriticalPath:
+def critical_path(spans: "Sequence[Span]") -> CriticalPath:
     """Five figures from the spans of one run, steps that only prefill left out."""
     device = union((s.start_s, s.end_s) for s in spans if s.kind == "device")
     by_step: dict[int, list[Span]] = defaultdict(list)
@@ -77,7 +79,7 @@ def critical_path(spans: Sequence[Span]) -> CriticalPath:
     )
 
 
-def _exposed(step: Sequence[Span], names: frozenset[str], device: Sequence[Interval]) -> tuple[float, float]:
+def _exposed(step: "Sequence[Span]", names: frozenset[str], device: Sequence[Interval]) -> tuple[float, float]:
     """(outside device work, inside it) of the step's host spans of these names, in seconds."""
     host = union((s.start_s, s.end_s) for s in step if s.kind == "host" and s.name in names)
     # Only the neighbourhood of the step is looked at: a run has thousands of device spans.
@@ -91,7 +93,7 @@ def _window(device: Sequence[Interval], host: Sequence[Interval]) -> list[Interv
     return list(device[first:last])
 
 
-def _gap(step: Sequence[Span]) -> float:
+def _gap(step: "Sequence[Span]") -> float:
     """From the end of the draft to the start of verify, less rank, layout and fill where they lie between the two."""
     draft_end = max(s.end_s for s in step if s.name == "draft" and s.kind == "device")
     verify_start = min(s.start_s for s in step if s.name == "verify" and s.kind == "device")
@@ -99,7 +101,7 @@ def _gap(step: Sequence[Span]) -> float:
     return max(0.0, verify_start - draft_end - overlap(between, [(draft_end, verify_start)]))
 
 
-def _busy(spans: Sequence[Span], device: Sequence[Interval]) -> float | None:
+def _busy(spans: "Sequence[Span]", device: Sequence[Interval]) -> float | None:
     if not device:
         return None
     wall = max(s.end_s for s in spans) - min(s.start_s for s in spans)
