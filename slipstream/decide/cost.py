@@ -272,16 +272,19 @@ def _interpolate(x: float, xs: tuple[int, ...], ys: "list[float] | tuple[float, 
 class CostModel:
     """Step and draft times as the controller uses them: what was fitted, corrected by what is measured while serving.
 
-    The correction has one common factor, which follows the machine (clocks, neighbours), and one factor per part: fixed
-    and varying share of a linear cost, each entry and the KV terms of a table, and the draft. The common factor changes
-    no decision, since rates are compared; it is there so that a slow minute is not taken for a fault of the part that
-    happened to run in it. An observation moves the logarithms by a small share of its error, the error is clipped
-    (a pause of a second counts no more than one of 25%), and no factor leaves its bounds.
+    The logarithm of a step's time is off by one common factor, which follows the machine (clocks, neighbours), and by
+    one per part: fixed and varying share of a linear cost, each entry and the KV terms of a table, and the draft. The
+    common one changes no decision, since rates are compared; it is there so that a slow minute is not taken for a fault
+    of the part that happened to run in it. A Kalman filter follows them: a part counts by its share of the step, what is
+    not seen returns slowly to what was fitted, an error is clipped (a pause of a second counts no more than one of
+    25%), and no factor leaves its bounds.
     """
 
     MAX_ERROR = math.log(1.25)  # of one observation
-    COMMON_RATE, PART_RATE = 0.1, 0.02
-    COMMON_BOUND, PART_BOUND = math.log(4.0), math.log(2.0)
+    NOISE = 0.15**2  # variance of an observation's logarithm
+    PART_VARIANCE, COMMON_VARIANCE = 0.3**2, 0.7**2  # before anything was observed
+    PART_BOUND, COMMON_BOUND = math.log(2.0), math.log(4.0)
+    FORGET = 5e-4  # per observation
     REFRESH = 16  # observations between two rebuilds of the corrected model
 
     def __init__(self, step: StepCost, draft: DraftTimes | None = None, *, corrects: bool = True) -> None:
@@ -289,8 +292,11 @@ class CostModel:
         self.fitted_draft = draft or DraftTimes.constant(0.0)
         self.corrects = corrects
         self.num_observed = 0
-        self._common = 0.0
-        self._parts_np = np.zeros(len(step.parts(1, 0.0, 0.0)) + 1)  # log factors; the last is the draft's
+        num_parts = len(step.parts(1, 0.0, 0.0))
+        self._prior_np = np.array([self.PART_VARIANCE] * (num_parts + 1) + [self.COMMON_VARIANCE])
+        self._bound_np = np.array([self.PART_BOUND] * (num_parts + 1) + [self.COMMON_BOUND])
+        self._log_np = np.zeros(num_parts + 2)  # log factors: parts, draft, common
+        self._covariance_np = np.diag(self._prior_np)
         self._step = step
         self._draft_factor = 1.0
 
@@ -305,7 +311,7 @@ class CostModel:
     @property
     def factors(self) -> Floats:
         """[parts + 1] what each part and, last, the draft is multiplied with."""
-        factors: Floats = np.exp(self._common + self._parts_np)
+        factors: Floats = np.exp(self._log_np[:-1] + self._log_np[-1])
         return factors
 
     def observe(
@@ -330,14 +336,23 @@ class CostModel:
         if predicted <= 0:
             return
         error = float(np.clip(math.log(measured_ms / predicted), -self.MAX_ERROR, self.MAX_ERROR))
-        shares = parts / predicted
-        self._common = float(np.clip(self._common + self.COMMON_RATE * error, -self.COMMON_BOUND, self.COMMON_BOUND))
-        self._parts_np += self.PART_RATE * error * shares / float(shares @ shares)
-        np.clip(self._parts_np, -self.PART_BOUND, self.PART_BOUND, out=self._parts_np)
+        self._follow(np.append(parts / predicted, 1.0), error)
         self.num_observed += 1
         if self.num_observed % self.REFRESH == 0:
             self._step = self.fitted.scaled(self.factors[:-1])
             self._draft_factor = float(self.factors[-1])
+
+    def _follow(self, weight: Floats, error: float) -> None:
+        """One step of the filter: `error` of the log time, to which each log factor contributes by its `weight`."""
+        kept = 1 - self.FORGET
+        self._log_np *= kept
+        self._covariance_np *= kept * kept
+        self._covariance_np[np.diag_indices_from(self._covariance_np)] += (1 - kept * kept) * self._prior_np
+        spread = self._covariance_np @ weight
+        gain = spread / (float(weight @ spread) + self.NOISE)
+        self._log_np += gain * error
+        self._covariance_np -= np.outer(gain, spread)
+        np.clip(self._log_np, -self._bound_np, self._bound_np, out=self._log_np)
 
 
 # ----------------------------------------------------------------------------------------------------------------- fits

@@ -28,7 +28,8 @@ Bools: TypeAlias = NDArray[np.bool_]
 CLASSES = ("greedy", "sampled")
 EDGE = 1e-6  # confidences are kept this far from 0 and 1 before the logit
 DECAY = 0.999  # per step: what was learned fades over about a thousand steps
-PRIOR_WEIGHT = 64.0  # observations that a prior counts for
+PRIOR_WEIGHT = 64.0  # observations that the prior of a shift or a slope counts for, for good
+MEAN_WEIGHT = 16.0  # observations that 0.5^j counts for in a mean; fades like others
 SHIFT_INFORMATION = 0.25 * PRIOR_WEIGHT  # of 64 outcomes at p = 1/2, pulling a learned shift to 0
 MAX_SHIFT, MAX_SHIFT_STEP = 4.0, 1.0
 LAG_SLOPE = 0.5  # of the lag map before anything is learned
@@ -59,7 +60,7 @@ class SurvivalModel:
         self._information_np = np.zeros((2, num_drafts))
         halves = np.tile(0.5 ** np.arange(1, num_drafts + 1), (2, 1))
         self._prior_np = halves.copy()
-        self._prior_weight_np = np.full((2, num_drafts), PRIOR_WEIGHT)
+        self._prior_weight_np = np.full((2, num_drafts), MEAN_WEIGHT)
         self._lag = _LagMap(halves)
 
     # ------------------------------------------------------------------------------------------------------ reading
@@ -172,52 +173,59 @@ class _LagMap:
     """Per (class, position): linear regression from lagged to fresh survival, forgetful, with a prior.
 
     The age is always one decode step, for older confidence is unknown; so there is one map, not one per age. The means
-    start as PRIOR_WEIGHT observations at 0.5^j and fade into what is seen. The slope is shrunk for good towards
-    LAG_SLOPE by PRIOR_WEIGHT observations of variance LAG_VARIANCE: where little is known, or little varies, the map is
-    cautious.
+    are drawn to 0.5^j by MEAN_WEIGHT observations that fade; these do not enter the slope, which a start far from the
+    truth would push to 1. The slope is shrunk for good towards LAG_SLOPE by PRIOR_WEIGHT observations of variance
+    LAG_VARIANCE: where little is known, or little varies, the map is cautious.
     """
 
-    def __init__(self, mean_np: Floats) -> None:
-        self._weight_np = np.full_like(mean_np, PRIOR_WEIGHT)
-        self._mean_x_np = mean_np.copy()
-        self._mean_y_np = mean_np.copy()
-        self._sum_xx_np = np.zeros_like(mean_np)  # centred
-        self._sum_xy_np = np.zeros_like(mean_np)
+    def __init__(self, start_np: Floats) -> None:
+        self._start_np = start_np
+        self._start_weight_np = np.full_like(start_np, MEAN_WEIGHT)
+        self._weight_np = np.zeros_like(start_np)
+        self._mean_x_np = np.zeros_like(start_np)
+        self._mean_y_np = np.zeros_like(start_np)
+        self._sum_xx_np = np.zeros_like(start_np)  # centred
+        self._sum_xy_np = np.zeros_like(start_np)
 
     def slope(self) -> Floats:
         prior = PRIOR_WEIGHT * LAG_VARIANCE
         slope: Floats = (self._sum_xy_np + prior * LAG_SLOPE) / (self._sum_xx_np + prior)
         return slope
 
+    def means(self) -> tuple[Floats, Floats]:
+        """Of lagged and of fresh survival, with their start."""
+        total = self._weight_np + self._start_weight_np
+        start = self._start_weight_np * self._start_np
+        return (self._weight_np * self._mean_x_np + start) / total, (self._weight_np * self._mean_y_np + start) / total
+
     def apply(self, lagged_np: Floats, class_np: Ints) -> Floats:
-        slope = self.slope()
-        base = self._mean_y_np - slope * self._mean_x_np
+        slope, (mean_x, mean_y) = self.slope(), self.means()
+        base = mean_y - slope * mean_x
         mapped: Floats = base[class_np] + slope[class_np] * lagged_np
         return mapped
 
     def teach(self, label: int, lagged_np: Floats, fresh_np: Floats, pairs_np: Bools) -> None:
         """`pairs_np` [n, d]: where both survivals are there."""
         count = pairs_np.sum(axis=0)
-        some = np.maximum(count, 1)
-        mean_x = np.where(pairs_np, lagged_np, 0.0).sum(axis=0) / some
-        mean_y = np.where(pairs_np, fresh_np, 0.0).sum(axis=0) / some
+        at = (label, np.flatnonzero(count))
+        if not count.any():
+            return
+        lagged_np, fresh_np, pairs_np = lagged_np[:, at[1]], fresh_np[:, at[1]], pairs_np[:, at[1]]
+        count = count[at[1]]
+        mean_x = np.where(pairs_np, lagged_np, 0.0).sum(axis=0) / count
+        mean_y = np.where(pairs_np, fresh_np, 0.0).sum(axis=0) / count
         dx = np.where(pairs_np, lagged_np - mean_x, 0.0)
         dy = np.where(pairs_np, fresh_np - mean_y, 0.0)
-        length = len(count)
-        decay = np.where(count > 0, DECAY, 1.0)
-        old = self._weight_np[label, :length] * decay
-        weight = old + count
-        off_x, off_y = mean_x - self._mean_x_np[label, :length], mean_y - self._mean_y_np[label, :length]
-        between = old * count / weight
-        self._sum_xx_np[label, :length] = (
-            self._sum_xx_np[label, :length] * decay + (dx * dx).sum(axis=0) + between * off_x**2
-        )
-        self._sum_xy_np[label, :length] = (
-            self._sum_xy_np[label, :length] * decay + (dx * dy).sum(axis=0) + between * off_x * off_y
-        )
-        self._mean_x_np[label, :length] += off_x * (count / weight)
-        self._mean_y_np[label, :length] += off_y * (count / weight)
-        self._weight_np[label, :length] = weight
+        old = self._weight_np[at] * DECAY
+        new = old + count
+        off_x, off_y = mean_x - self._mean_x_np[at], mean_y - self._mean_y_np[at]
+        between = old * count / new
+        self._sum_xx_np[at] = self._sum_xx_np[at] * DECAY + (dx * dx).sum(axis=0) + between * off_x * off_x
+        self._sum_xy_np[at] = self._sum_xy_np[at] * DECAY + (dx * dy).sum(axis=0) + between * off_x * off_y
+        self._mean_x_np[at] += off_x * (count / new)
+        self._mean_y_np[at] += off_y * (count / new)
+        self._weight_np[at] = new
+        self._start_weight_np[at] *= DECAY
 
 
 # ----------------------------------------------------------------------------------------------------- calibration file
