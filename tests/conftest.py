@@ -11,11 +11,21 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _threads() -> None:
-    """Two threads, whatever the machine has, so that times and sums do not depend on it."""
+def _one_thread() -> None:
+    """Tiny models are fastest on one thread, far so on a busy machine, and sums do not depend on the machine."""
     import torch
 
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def all_threads() -> Iterator[None]:
+    """For tests that run a real model."""
+    import torch
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
