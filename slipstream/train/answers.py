@@ -1,0 +1,431 @@
+"""Training text that the target writes itself: answers to prompts, and prompts too, by continuing its own user header.
+
+`SlotGenerator` is a dense batch of slots with a fixed length: every call of its step moves every slot by one token, prompt
+tokens included, and finished slots are refilled between steps. On a GPU the step is one CUDA graph; on a CPU the same function
+runs as it is. It is built for bulk (thousands of slots) and serves nobody: no stops but end-of-turn, no top-p, no pages.
+Called by `slipstream train` and by its validation; the answers go to one safetensors file, which a resumed run reads again.
+
+Shapes: N slots, T positions per slot, L layers, nkv KV heads, hd head size, G query heads per KV head, V vocabulary.
+"""
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+from torch import Tensor
+
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.models.decoder import Decoder
+
+STEPS_PER_CHECK = 16  # steps between two looks at which slots are done
+MIN_ANSWER_TOKENS = 4
+USER_TEMPERATURE = 0.85  # of self-made user turns
+MAX_USER_TOKENS = 160
+REASON = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+SENTINEL = "@@slipstream-user-turn@@"
+
+# Openings of self-made user turns: code, mathematics, knowledge, writing, chat. The model writes the rest.
+CODE_OPENINGS = (
+    "Write a python function to", "Write a function to", "Write a function that", "Write a Python program that",
+    "Write a solution to the following problem and make sure that it passes the tests:\n```python\nfrom typing import List\n\n\ndef",
+    "Write a solution to the following problem and make sure that it passes the tests:\n```python\n\ndef",
+    "Write a solution to the following problem and make sure that it passes the tests:\n```python\ndef",
+    "Implement a function", "Write a python function to check whether", "Write a function to find the", "Write a class",
+)  # fmt: skip
+MATH_OPENINGS = (
+    "Find", "Compute", "What is the value of", "If $", "Let $", "Suppose", "How many", "Evaluate", "Simplify", "Solve for $x$",
+    "The sum of", "A rectangle", "In triangle", "What is the smallest", "Determine", "A train", "Given that", "What is the",
+    "For what value of", "Express", "A box contains", "The function $f(x)", "Each", "There are", "Two", "The average",
+)  # fmt: skip
+CHAT_OPENINGS = (
+    "", "Explain", "What is", "What are", "How", "Why", "Describe", "Write a", "Write a short", "Compose", "Imagine you are",
+    "Can you", "Give me", "List", "Summarize", "Compare", "I", "I'm", "Please", "Who", "When", "Where", "Create", "Suggest",
+    "The", "Discuss", "Tell me", "Provide", "Draft", "Rewrite", "Translate", "Identify", "Analyze", "Develop", "Design",
+    "Write an email", "Write a story", "Act as", "Pretend", "Help me", "Read the following", "Here is", "Which", "Do you",
+)  # fmt: skip
+
+
+class ChatTokenizer(Protocol):
+    """The part of `models.tokenizer.Tokenizer` that is needed here."""
+
+    def encode(self, text: str, add_special: bool = False) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One text to be continued."""
+
+    prompt_ids: tuple[int, ...]
+    temperature: float
+    max_new_tokens: int
+    note: str = ""  # the caller's own, untouched
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """A job and what came of it."""
+
+    job: Job
+    token_ids: tuple[int, ...]  # the new tokens, the end-of-turn token included
+    finished: bool  # it ended by itself; False: it ran into the limit
+
+
+class SlotGenerator:
+    """N slots of T positions; see the module's docstring. One run at a time; a run leaves nothing behind but its RNG state."""
+
+    def __init__(self, decoder: Decoder, *, num_slots: int, max_length: int, seed: int, graph: bool | None = None) -> None:
+        spec, table = decoder.spec, decoder.embed_tokens.weight
+        device = table.device
+        assert all(spec.window(layer) is None for layer in range(spec.num_layers)), "sliding windows are not generated with"
+        self.decoder, self.num_slots, self.max_length = decoder, num_slots, max_length
+        self.group = spec.num_heads // spec.num_kv_heads  # G
+        self.eos = torch.tensor(spec.eos_token_ids or (-1,), device=device)
+        self.rng = torch.Generator(device).manual_seed(seed)
+        cache = (spec.num_layers, num_slots, spec.num_kv_heads, max_length, spec.head_dim)
+        self.keys = torch.zeros(cache, dtype=table.dtype, device=device)  # [L, N, nkv, T, hd]
+        self.values = torch.zeros(cache, dtype=table.dtype, device=device)
+        self.tokens = torch.zeros(num_slots, max_length, dtype=torch.int64, device=device)  # [N, T] prompt, then answer
+        self.position = torch.zeros(num_slots, dtype=torch.int64, device=device)  # [N] of the newest token
+        self.prompt_end = torch.zeros_like(self.position)  # [N] positions below it are given
+        self.limit = torch.ones_like(self.position)  # [N] tokens at most, prompt included
+        self.temperature = torch.zeros(num_slots, device=device)  # [N] fp32
+        self.done = torch.ones(num_slots, dtype=torch.bool, device=device)  # [N] also: idle
+        self.slots = torch.arange(num_slots, device=device)
+        self.steps = torch.arange(max_length, device=device)
+        use_graph = device.type == "cuda" if graph is None else graph
+        self.advance: Callable[[], None] = self._captured() if use_graph else self._step
+
+    def _captured(self) -> Callable[[], None]:
+        """The step as a CUDA graph; idle slots make the warm-up harmless."""
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self.rng)
+        with torch.cuda.graph(graph):
+            self._step()
+        return graph.replay
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        """One token for every slot. Done slots repeat their last position and change nothing."""
+        position, following = self.position, (self.position + 1).clamp(max=self.max_length - 1)
+        token = self.tokens.gather(1, position[:, None])[:, 0]
+        hidden, _ = self.decoder(token, position, self._attend(position))
+        drawn = self._draw(self.decoder.logits(hidden).float())
+        given = (following < self.prompt_end) | self.done
+        kept = self.tokens.gather(1, following[:, None])[:, 0]
+        self.tokens.scatter_(1, following[:, None], torch.where(given, kept, drawn)[:, None])
+        ended = ~given & ((drawn[:, None] == self.eos).any(dim=1) | (following + 1 >= self.limit))
+        self.position.copy_(torch.where(self.done, position, following))
+        self.done |= ended
+
+    def _draw(self, logits: Tensor) -> Tensor:
+        """argmax(logits + T g) with Gumbel noise g: a draw from softmax(logits / T), the plain argmax at T = 0. [N, V] -> [N]."""
+        noise = torch.empty_like(logits).exponential_(generator=self.rng).clamp_(min=1e-30).log_()
+        return (logits - self.temperature[:, None] * noise).argmax(dim=-1)
+
+    def _attend(self, position: Tensor) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+        """An Attend over the slots' caches. The query heads of a KV head stand in for query rows, so nothing is repeated."""
+        unseen = self.steps > position[:, None]
+        bias = torch.zeros(unseen.shape, dtype=self.keys.dtype, device=unseen.device).masked_fill_(unseen, float("-inf"))
+        bias = bias[:, None, None, :]  # [N, 1, 1, T]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self.keys[layer], self.values[layer]
+            keys[self.slots, :, position] = k
+            values[self.slots, :, position] = v
+            grouped = q.view(self.num_slots, keys.shape[1], self.group, -1)  # [N, nkv, G, hd]
+            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias).reshape(self.num_slots, -1)
+
+        return attend
+
+    def run(self, jobs: Iterable[Job], on_tokens: Callable[[int], None] | None = None) -> Iterator[Answer]:
+        """Answers in the order in which they end. Stops when the jobs are used up; closing it early drops what is unfinished."""
+        waiting, owners = iter(jobs), [None] * self.num_slots  # type: list[Job | None]
+        self.done.fill_(True)
+        while True:
+            done_np = self.done.cpu().numpy()
+            yield from self._collect([slot for slot in np.flatnonzero(done_np) if owners[slot] is not None], owners)
+            self._refill(np.flatnonzero(done_np).tolist(), owners, waiting)
+            active = sum(owner is not None for owner in owners)
+            if active == 0:
+                return
+            for _ in range(STEPS_PER_CHECK):
+                self.advance()
+            if on_tokens is not None:
+                on_tokens(active * STEPS_PER_CHECK)
+
+    def _collect(self, slots: Sequence[int], owners: list[Job | None]) -> Iterator[Answer]:
+        if not slots:
+            return
+        index = torch.tensor(slots, device=self.tokens.device)
+        tokens_np, lengths = self.tokens[index].cpu().numpy(), (self.position[index] + 1).tolist()
+        eos = set(self.eos.tolist())
+        for slot, row, length in zip(slots, tokens_np, lengths, strict=True):
+            job, owners[slot] = owners[slot], None
+            assert job is not None
+            token_ids = tuple(row[len(job.prompt_ids) : length].tolist())
+            yield Answer(job=job, token_ids=token_ids, finished=token_ids[-1] in eos)
+
+    def _refill(self, free: Sequence[int], owners: list[Job | None], waiting: Iterator[Job]) -> None:
+        taken = [(slot, job) for slot, job in zip(free, waiting, strict=False)] if free else []
+        if not taken:
+            return
+        tokens_np = np.zeros((len(taken), self.max_length), dtype=np.int64)
+        for row, (slot, job) in enumerate(taken):
+            assert 0 < len(job.prompt_ids) < self.max_length, f"a prompt of {len(job.prompt_ids)} tokens in {self.max_length}"
+            tokens_np[row, : len(job.prompt_ids)] = job.prompt_ids
+            owners[slot] = job
+        device = self.tokens.device
+        index = torch.tensor([slot for slot, _ in taken], device=device)
+        lengths = torch.tensor([len(job.prompt_ids) for _, job in taken], device=device)
+        room = torch.tensor([job.max_new_tokens for _, job in taken], device=device)
+        self.tokens[index] = torch.from_numpy(tokens_np).to(device)
+        self.position[index] = 0
+        self.prompt_end[index] = lengths
+        self.limit[index] = (lengths + room).clamp(max=self.max_length)
+        self.temperature[index] = torch.tensor([job.temperature for _, job in taken], dtype=torch.float32, device=device)
+        self.done[index] = False
+
+
+# ---- loops ----------------------------------------------------------------------------------------------------------
+
+
+def find_loop(
+    token_ids: Sequence[int] | NDArray[np.int32], max_period: int = 64, min_tokens: int = 24
+) -> tuple[int, int] | None:
+    """The loop in which a text ends: where its second round begins and its period, or None.
+
+    It is one if the tail repeats with a period of at most `max_period` for three rounds and `min_tokens` tokens.
+    """
+    ids = np.asarray(token_ids)
+    for period in range(1, min(max_period, len(ids) // 3) + 1):
+        differs = np.flatnonzero(ids[period:] != ids[:-period])
+        repeated = len(ids) - period - (int(differs[-1]) + 1 if len(differs) else 0)  # tokens equal to the one a period ago
+        if repeated >= max(2 * period, min_tokens - period):
+            return len(ids) - repeated, period
+    return None
+
+
+# ---- a set of answers -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerSet:
+    """Prompts with their answers, one after the other. n texts."""
+
+    token_ids: NDArray[np.int32]  # [sum of lengths] prompt, answer, prompt, answer, ...
+    starts: NDArray[np.int64]  # [n + 1] half-open range of each text
+    prompt_lengths: NDArray[np.int32]  # [n]
+    temperatures: NDArray[np.float32]  # [n]
+    looping: NDArray[np.bool_]  # [n] the answer ended in a loop (and may have been cut)
+
+    @classmethod
+    def from_answers(cls, answers: Sequence[Answer], *, cut_loops: bool) -> "AnswerSet":
+        """`cut_loops` keeps two rounds of a final loop: for training. Evaluation keeps all, as serving meets it."""
+        texts, lengths, temperatures, looping = [], [], [], []
+        for answer in answers:
+            token_ids = answer.token_ids
+            loop = None if answer.finished else find_loop(token_ids)
+            if loop is not None and cut_loops:
+                token_ids = token_ids[: sum(loop)]
+            if len(token_ids) < MIN_ANSWER_TOKENS:
+                continue
+            texts.append(np.array((*answer.job.prompt_ids, *token_ids), dtype=np.int32))
+            lengths.append(len(answer.job.prompt_ids))
+            temperatures.append(answer.job.temperature)
+            looping.append(loop is not None)
+        return cls(
+            token_ids=np.concatenate(texts) if texts else np.zeros(0, dtype=np.int32),
+            starts=np.cumsum([0, *(len(text) for text in texts)]),
+            prompt_lengths=np.array(lengths, dtype=np.int32),
+            temperatures=np.array(temperatures, dtype=np.float32),
+            looping=np.array(looping, dtype=np.bool_),
+        )
+
+    def __len__(self) -> int:
+        return len(self.prompt_lengths)
+
+    def text(self, index: int) -> NDArray[np.int32]:
+        return self.token_ids[self.starts[index] : self.starts[index + 1]]
+
+    def answer(self, index: int) -> NDArray[np.int32]:
+        return self.text(index)[self.prompt_lengths[index] :]
+
+    @property
+    def num_answer_tokens(self) -> int:
+        return int(self.starts[-1] - self.prompt_lengths.sum())
+
+    def select(self, indices: Sequence[int] | NDArray[np.int64]) -> "AnswerSet":
+        texts = [self.text(int(index)) for index in indices]
+        return AnswerSet(
+            token_ids=np.concatenate(texts) if texts else np.zeros(0, dtype=np.int32),
+            starts=np.cumsum([0, *(len(text) for text in texts)]),
+            prompt_lengths=self.prompt_lengths[indices],
+            temperatures=self.temperatures[indices],
+            looping=self.looping[indices],
+        )
+
+    @classmethod
+    def join(cls, sets: Sequence["AnswerSet"]) -> "AnswerSet":
+        lengths = np.concatenate([np.diff(part.starts) for part in sets])
+        return cls(
+            token_ids=np.concatenate([part.token_ids for part in sets]),
+            starts=np.concatenate(([0], np.cumsum(lengths))),
+            prompt_lengths=np.concatenate([part.prompt_lengths for part in sets]),
+            temperatures=np.concatenate([part.temperatures for part in sets]),
+            looping=np.concatenate([part.looping for part in sets]),
+        )
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fields = ("token_ids", "starts", "prompt_lengths", "temperatures", "looping")
+        save_file({name: getattr(self, name) for name in fields}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> "AnswerSet":
+        try:
+            return cls(**load_file(path))
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"answers file {path} cannot be read: {error}; delete it to generate the answers anew") from error
+
+
+# ---- prompts and jobs -----------------------------------------------------------------------------------------------
+
+
+def read_prompts(paths: Sequence[Path]) -> list[str]:
+    """The first user turns of JSONL files of {"turns": [...]}."""
+    prompts = []
+    for path in paths:
+        try:
+            lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")  # splitlines() also cuts at U+2028
+        except OSError as error:
+            raise ConfigError(f"prompts file {path}: {error.strerror}") from error
+        for number, line in enumerate(lines, 1):
+            try:
+                turn = json.loads(line)["turns"][0]
+            except (ValueError, KeyError, IndexError, TypeError) as error:
+                raise ConfigError(f'prompts file {path}, line {number}: expected {{"turns": ["..."]}}') from error
+            prompts.append(str(turn))
+    return prompts
+
+
+def chat_ids(tokenizer: ChatTokenizer, user: str) -> tuple[int, ...]:
+    """Token ids of a conversation that waits for the assistant."""
+    return tuple(tokenizer.encode(tokenizer.chat([{"role": "user", "content": user}])))
+
+
+def _opening_jobs(tokenizer: ChatTokenizer, count: int, rng: random.Random) -> Iterator[Job]:
+    """Jobs that continue the user header after an opening; the note is the opening and a suffix for the user turn."""
+    template = tokenizer.chat([{"role": "user", "content": SENTINEL}])
+    header = template[: template.index(SENTINEL)]
+    for _ in range(count):
+        kind = rng.random()
+        openings = CODE_OPENINGS if kind < 0.3 else MATH_OPENINGS if kind < 0.65 else CHAT_OPENINGS
+        opening = rng.choice(openings)
+        suffix = REASON if openings is MATH_OPENINGS and rng.random() < 0.7 else ""
+        prompt_ids = tuple(tokenizer.encode(header + opening))
+        yield Job(
+            prompt_ids=prompt_ids, temperature=USER_TEMPERATURE, max_new_tokens=MAX_USER_TOKENS, note=f"{opening}\0{suffix}"
+        )
+
+
+def self_made_prompts(generator: SlotGenerator, tokenizer: ChatTokenizer, count: int, seed: int) -> list[str]:
+    """User turns that the model wrote itself; unfinished and repeated ones are dropped, so fewer than `count` come back."""
+    found: dict[str, None] = {}
+    for answer in generator.run(_opening_jobs(tokenizer, count, random.Random(seed))):
+        if answer.finished and len(answer.token_ids) > 3:
+            opening, suffix = answer.job.note.split("\0")
+            found[(opening + tokenizer.decode(answer.token_ids[:-1])).strip() + suffix] = None
+    return list(found)
+
+
+def answer_jobs(
+    tokenizer: ChatTokenizer, prompts: Iterable[tuple[str, float]], *, max_length: int, max_new_tokens: int
+) -> list[Job]:
+    """One job per (user turn, temperature). Prompts that leave no room for an answer are left out."""
+    jobs = []
+    for user, temperature in prompts:
+        prompt_ids = chat_ids(tokenizer, user)
+        if len(prompt_ids) <= max_length - 2 * MIN_ANSWER_TOKENS:
+            jobs.append(Job(prompt_ids=prompt_ids, temperature=temperature, max_new_tokens=max_new_tokens))
+    return jobs
+
+
+def greedy_answers(
+    generator: SlotGenerator, tokenizer: ChatTokenizer, prompts: Mapping[str, Sequence[str]], max_new_tokens: int
+) -> dict[str, AnswerSet]:
+    """Greedy answers as serving would give them, loops and all, to several sets of prompts at once: for evaluation."""
+    jobs = []
+    for name, users in prompts.items():
+        pairs = [(user, 0.0) for user in users]
+        made = answer_jobs(tokenizer, pairs, max_length=generator.max_length, max_new_tokens=max_new_tokens)
+        jobs += [dataclasses.replace(job, note=name) for job in made]
+    answers = list(generator.run(jobs))
+    return {
+        name: AnswerSet.from_answers([answer for answer in answers if answer.job.note == name], cut_loops=False)
+        for name in prompts
+    }
+
+
+def generate_answers(
+    generator: SlotGenerator,
+    tokenizer: ChatTokenizer,
+    prompts: Sequence[str],
+    *,
+    num_tokens: int,
+    max_new_tokens: int,
+    greedy_share: float,
+    seed: int,
+    on_tokens: Callable[[int], None] | None = None,
+) -> AnswerSet:
+    """At least `num_tokens` answer tokens if the prompts suffice: the given ones greedily and at T = 1, then self-made ones.
+
+    The given prompts make at most about half of the tokens; of the self-made ones `greedy_share` are answered greedily.
+    """
+    rng = random.Random(seed)
+    typical = max(1, min(max_new_tokens, 240))  # answer tokens of one prompt, for sizing only
+    given = [(prompt, temperature) for prompt in prompts for temperature in (0.0, 1.0)]
+    rng.shuffle(given)
+    del given[num_tokens // (2 * typical) + 1 :]
+    missing = max(1, num_tokens // typical - len(given))
+    made = self_made_prompts(generator, tokenizer, int(missing * 1.1) + 1, seed)
+    pairs = given + [(prompt, 0.0 if rng.random() < greedy_share else 1.0) for prompt in made]
+    rng.shuffle(pairs)
+    jobs = answer_jobs(tokenizer, pairs, max_length=generator.max_length, max_new_tokens=max_new_tokens)
+    return AnswerSet.from_answers(_until(generator, jobs, num_tokens, on_tokens), cut_loops=True)
+
+
+def _until(
+    generator: SlotGenerator, jobs: Sequence[Job], num_tokens: int, on_tokens: Callable[[int], None] | None
+) -> list[Answer]:
+    """Answers to jobs until `num_tokens` are there; those begun by then are ended, lest long answers be rare."""
+    answers: list[Answer] = []
+    total = 0
+
+    def while_needed() -> Iterator[Job]:
+        for job in jobs:
+            if total >= num_tokens:
+                return
+            yield job
+
+    for answer in generator.run(while_needed(), on_tokens):
+        answers.append(answer)
+        total += len(answer.token_ids)
+    return answers

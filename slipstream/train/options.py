@@ -1,0 +1,100 @@
+"""What a training run is asked to do, as values. No torch here: the command line reads these fields and their docs.
+
+`TrainOptions` is what a user sets; `Recipe` is how the training is done, with defaults that worked. A run is a function of both.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from slipstream.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossOptions:
+    """What is minimised. The defaults are DSpark's; `DATA_CE` is the plain DFlash recipe."""
+
+    ce: float = 0.1  # weight of the cross entropy with the data token
+    l1: float = 0.9  # weight of the full L1 to the teacher; 0.9 here is 1.8 of a total variation
+    confidence: float = 1.0  # weight of the confidence term, if the drafter has the head
+    gamma: float = 4.0  # decay of row weights, in drafts
+    cumulative_mask: bool = True  # a row counts only if all labels before it in its block count; False: its own alone
+
+
+DATA_CE = LossOptions(ce=1.0, l1=0.0, confidence=0.0, gamma=7.0, cumulative_mask=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimOptions:
+    """Rates at the top of the schedule."""
+
+    muon_lr: float = 4e-3  # times 0.2 sqrt(max(rows, columns))
+    adam_lr: float = 2e-3
+    momentum: float = 0.95  # Muon's, Nesterov
+    betas: tuple[float, float] = (0.9, 0.98)  # Adam's
+    clip: float = 1.0  # norm of all gradients; 0: off
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """How a drafter is trained. Sizes suit a small target on one large GPU; a CPU run wants far less."""
+
+    losses: LossOptions = field(default_factory=LossOptions)
+    optim: OptimOptions = field(default_factory=OptimOptions)
+    schedule: Literal["linear", "cosine"] = "linear"  # decay to 0 after the warm-up
+    warmup: float = 0.02  # share of the run
+    row_tokens: int = 1024  # T: tokens of a packed row of documents
+    batch_rows: int = 16  # B: packed rows of a step
+    block_rows: int = 2048  # Q: block rows per packed row, about; they are filled with whole blocks
+    short_block: int = 0  # rows of the shorter blocks that are mixed in; 0: all blocks have block_size rows
+    short_share: float = 0.65  # share of block rows in shorter blocks
+    target_layer_ids: tuple[int, ...] = ()  # taps; empty: five layers, evenly spaced from 1 to L - 3
+    mask_token_id: int = 0  # an id that answers do not hold
+    greedy_share: float = 0.55  # answers at T = 0; the others are drawn at T = 1
+    max_new_tokens: int = 448  # of an answer
+    max_length: int = 640  # prompt and answer
+    num_slots: int = 2048  # answers generated side by side
+    held_out: int = 128  # greedy answers kept for validation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOptions:
+    """One run of `slipstream train`. Paths may not exist yet unless said otherwise."""
+
+    target: str  # the model to draft for: a name, a folder or a .gguf file
+    out: Path  # folder of the run: drafter/, checkpoint/, answers, logs
+    algorithm: Literal["dspark", "dflash"] = "dspark"
+    prompts: tuple[Path, ...] = ()  # JSONL files of {"turns": [...]}, existing; more prompts are made by the target itself
+    answers: tuple[Path, ...] = ()  # answers of earlier runs, existing; empty: OUT/answers.safetensors, generated if missing
+    answer_tokens: int = 2_000_000  # answer tokens to generate
+    steps: int = 2000  # optimiser steps
+    minutes: float | None = None  # end the schedule after this time if the steps are not done; not reproducible
+    block_size: int = 8  # rows of a block, anchor included: B drafts with dspark, B - 1 with dflash
+    num_layers: int = 2  # layers of the drafter
+    draft_vocab_size: int = 16384  # tokens that can be drafted, the most frequent in the answers; 0: all
+    markov_rank: int = 32  # of dspark's Markov head
+    seed: int = 0  # of answers, initial weights, order and anchors
+    device: str = "auto"  # auto, cpu, cuda
+    resume: bool = False  # go on from OUT/checkpoint
+    recipe: Recipe = field(default_factory=Recipe)
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ("dspark", "dflash"):
+            raise ConfigError(f"algorithm is {self.algorithm!r}; choose dspark or dflash")
+        positive = {"answer_tokens": 1, "steps": 1, "block_size": 2, "num_layers": 1, "draft_vocab_size": 0, "markov_rank": 0}
+        for name, least in positive.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.minutes is not None and self.minutes <= 0:
+            raise ConfigError(f"minutes is {self.minutes}; give a time above 0, or leave it out")
+        short = self.recipe.short_block
+        if short and not 2 <= short <= self.block_size:
+            raise ConfigError(f"short_block is {short}; it must lie between 2 and block_size {self.block_size}, or be 0")
+
+    def block_lengths(self) -> tuple[int, ...]:
+        """Rows of each block of a packed row: whole blocks, together `block_rows` if lengths near the wanted share allow it."""
+        long, short, rows = self.block_size, self.recipe.short_block or self.block_size, self.recipe.block_rows
+        wanted = 0.0 if short == long else rows * self.recipe.short_share
+        counts = sorted(range(rows // short + 1), key=lambda count: abs(count * short - wanted))
+        num_short = next((count for count in counts if (rows - count * short) % long == 0), counts[0])
+        return (short,) * num_short + (long,) * max((rows - num_short * short) // long, 0 if num_short else 1)

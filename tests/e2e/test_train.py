@@ -1,0 +1,207 @@
+"""Training on a toy: the generator's tokens, the walk's runs, a loss that falls, acceptance above chance, resuming."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.models.block_attend import DenseBlockAttend
+from slipstream.models.decoder import Decoder
+from slipstream.models.drafters import BlockDrafter, load_drafter
+from slipstream.models.layers import DenseAttend
+from slipstream.models.spec import DecoderSpec, RopeSpec
+from slipstream.train.answers import Answer, AnswerSet, Job, SlotGenerator, find_loop
+from slipstream.train.options import LossOptions, OptimOptions, Recipe, TrainOptions
+from slipstream.train.trainer import Trainer, drafter_spec
+from slipstream.train.walks import draft_greedily, evaluate, matching_runs, walk
+
+VOCAB = 96
+EOS = 2
+
+
+@pytest.fixture(scope="module")
+def target() -> Decoder:
+    spec = DecoderSpec(
+        family="llama",
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        rope=RopeSpec(theta=10000.0),
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        layer_types=("full_attention",) * 4,
+        eos_token_ids=(EOS,),
+    )
+    return Decoder(spec).init_random(3, std=0.15)
+
+
+def jobs(count: int, seed: int = 0) -> list[Job]:
+    rng = random.Random(seed)
+    prompts = [tuple(rng.randrange(5, VOCAB) for _ in range(rng.randrange(2, 9))) for _ in range(count)]
+    return [Job(prompt_ids=ids, temperature=float(i % 2), max_new_tokens=40) for i, ids in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def answers(target: Decoder) -> AnswerSet:
+    generator = SlotGenerator(target, num_slots=32, max_length=64, seed=0)
+    return AnswerSet.from_answers(list(generator.run(jobs(240))), cut_loops=True)
+
+
+def options(out: Path, algorithm: str = "dspark", steps: int = 60, **changes: object) -> TrainOptions:
+    recipe = Recipe(
+        row_tokens=64, batch_rows=8, block_rows=72, short_block=4 if algorithm == "dspark" else 0, held_out=16,
+        mask_token_id=1, target_layer_ids=(0, 2), losses=LossOptions(), optim=OptimOptions(muon_lr=8e-3, adam_lr=4e-3),
+    )  # fmt: skip
+    given = {"block_size": 8, "draft_vocab_size": 64, "markov_rank": 8, "recipe": recipe, **changes}
+    return TrainOptions(target="tiny", out=out, algorithm=algorithm, steps=steps, **given)  # type: ignore[arg-type]
+
+
+def quiet() -> Console:
+    return Console(quiet=True)
+
+
+def greedy_by_hand(target: Decoder, prompt: tuple[int, ...], limit: int) -> tuple[int, ...]:
+    ids = list(prompt)
+    while len(ids) - len(prompt) < limit and (len(ids) == len(prompt) or ids[-1] != EOS):
+        hidden, _ = target(torch.tensor(ids), torch.arange(len(ids)), DenseAttend(target.spec))
+        ids.append(int(target.logits(hidden[-1]).argmax()))
+    return tuple(ids[len(prompt) :])
+
+
+def test_slots_give_the_tokens_of_naive_decoding(target: Decoder) -> None:
+    """More jobs than slots, so slots are refilled while others are under way; sampled neighbours do not disturb."""
+    asked = jobs(23)
+    generator = SlotGenerator(target, num_slots=5, max_length=64, seed=1)
+    found = {answer.job: answer for answer in generator.run(asked)}
+    assert len(found) == len(asked)
+    for job in asked[::2]:
+        expected = greedy_by_hand(target, job.prompt_ids, job.max_new_tokens)
+        assert found[job].token_ids == expected
+        assert found[job].finished == (expected[-1] == EOS)
+
+
+def test_sampled_slots_follow_the_softmax(target: Decoder) -> None:
+    """First tokens of 4,000 draws at T = 1: every frequency within 5 standard deviations (fails once in 10^4 seeds)."""
+    prompt, draws = (7, 9, 11), 4000
+    generator = SlotGenerator(target, num_slots=500, max_length=8, seed=5)
+    found = generator.run([Job(prompt_ids=prompt, temperature=1.0, max_new_tokens=1)] * draws)
+    counts = torch.bincount(torch.tensor([answer.token_ids[0] for answer in found]), minlength=VOCAB)
+    hidden, _ = target(torch.tensor(prompt), torch.arange(3), DenseAttend(target.spec))
+    expected = target.logits(hidden[-1]).softmax(-1)
+    spread = (expected * (1 - expected) / draws).sqrt()
+    assert ((counts / draws - expected).abs() <= 5 * spread + 1e-3).all()
+
+
+@pytest.mark.parametrize("algorithm", ["dspark", "dflash"])
+def test_runs_equal_drafting_one_anchor_at_a_time(target: Decoder, answers: AnswerSet, algorithm: str) -> None:
+    """The packed walk against a drafter that sees one document, one anchor and nothing else."""
+    spec = drafter_spec(options(Path("unused"), algorithm), target)
+    drafter = BlockDrafter(spec).init_random(1, std=0.3)
+    drafter.set_draft_vocabulary(torch.arange(0, 64))
+    drafter.share(target)
+    few = answers.select(np.arange(6))
+    drafts = 5
+    runs, placement = matching_runs(target, drafter, few, drafts, row_tokens=64, batch_rows=2)
+    hits = 0
+    for document in range(len(few)):
+        ids = torch.from_numpy(few.text(document).astype(np.int64))
+        _, features = target(ids, torch.arange(len(ids)), DenseAttend(target.spec), spec.target_layer_ids)
+        first = int(few.prompt_lengths[document])
+        for at in range(first, len(ids) - 1):
+            drafted = draft_alone(drafter, ids, features, at, drafts)
+            wanted = ids[at + 1 : at + 1 + drafts].tolist()
+            run = next((k for k, (a, b) in enumerate(zip(drafted, wanted, strict=False)) if a != b), len(wanted))
+            assert runs[placement.rows[document], placement.columns[document] + at] == run
+            hits += run
+        emitted = [emitted for _, emitted in walk(runs, placement, few, document)]
+        assert sum(emitted) == len(ids) - 1 - first
+    assert hits > 0, "inconclusive: not one draft matched"
+
+
+def draft_alone(drafter: BlockDrafter, ids: torch.Tensor, features: torch.Tensor, at: int, drafts: int) -> list[int]:
+    rows = drafter.spec.rows(drafts)
+    context = drafter.context_kv(features[:at], torch.arange(at))
+    attend = DenseBlockAttend(drafter.spec, context, torch.arange(at), torch.tensor([at]))
+    block = torch.tensor([[int(ids[at])] + [drafter.spec.mask_token_id] * (rows - 1)])
+    with torch.no_grad():
+        hidden = drafter.hidden(drafter.embed(block), torch.arange(at, at + rows)[None], attend)
+    return draft_greedily(drafter, hidden, ids[at : at + 1], drafts)[0].tolist()
+
+
+@pytest.mark.parametrize("algorithm", ["dspark", "dflash"])
+def test_loss_falls_and_acceptance_rises_above_chance(
+    target: Decoder, answers: AnswerSet, algorithm: str, tmp_path: Path
+) -> None:
+    trainer = Trainer(options(tmp_path, algorithm, steps=100), target, answers, quiet())
+    held_out = trainer.validation_set
+    before = evaluate(target, trainer.drafter, held_out, 4, scale=trainer.scale, row_tokens=64)["all"]
+    losses = [float(trainer.train_step()["loss"]) for _ in range(100)]
+    trainer.save()
+    assert np.mean(losses[-10:]) < 0.9 * np.mean(losses[:5])
+    # What lies in the file, its feature scale folded in, drafts like the network in training.
+    drafter = load_drafter(tmp_path / "drafter", target, torch.float32)
+    after = evaluate(target, drafter, held_out, 4, row_tokens=64)["all"]
+    trained = evaluate(target, trainer.drafter, held_out, 4, scale=trainer.scale, row_tokens=64)["all"]
+    assert after["mean_accepted_length"] == pytest.approx(trained["mean_accepted_length"], abs=0.03)
+    assert after["mean_accepted_length"] > before["mean_accepted_length"] + 0.1
+    assert after["survival_by_position"][0] > 5 / VOCAB
+    assert after["acceptance_by_position"][1] > 5 / VOCAB
+
+
+def test_a_resumed_run_gives_the_weights_of_an_uninterrupted_one(
+    target: Decoder, answers: AnswerSet, tmp_path: Path
+) -> None:
+    whole, parts = options(tmp_path / "whole", steps=12), options(tmp_path / "parts", steps=12)
+    Trainer(whole, target, answers, quiet()).run()
+    first = Trainer(parts, target, answers, quiet())
+    for _ in range(5):
+        first.train_step()
+    first.save_checkpoint()
+    resumed = options(tmp_path / "parts", steps=12, resume=True)
+    Trainer(resumed, target, answers, quiet()).run()
+    ours, theirs = (load_file(folder / "drafter" / "model.safetensors") for folder in (resumed.out, whole.out))
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        assert torch.equal(ours[name], weight), name
+    assert (whole.out / "validation.csv").read_text().startswith("step,seconds,length_all,length_no_loops,accepted_1")
+
+
+def test_resuming_something_else_is_refused(target: Decoder, answers: AnswerSet, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nothing to resume"):
+        Trainer(options(tmp_path, steps=4, resume=True), target, answers, quiet()).run()
+    Trainer(options(tmp_path, steps=1), target, answers, quiet()).run()
+    with pytest.raises(ConfigError, match="seed is 1"):
+        Trainer(options(tmp_path, steps=1, resume=True, seed=1), target, answers, quiet()).run()
+
+
+def test_loops_are_found_and_cut() -> None:
+    straight, loop = list(range(30)), [91, 92, 93, 94]
+    assert find_loop(straight) is None
+    assert find_loop(straight + loop * 8) == (34, 4)
+    assert find_loop(straight + loop * 2) is None
+    job = Job(prompt_ids=(5, 6), temperature=0.0, max_new_tokens=99)
+    answer = Answer(job=job, token_ids=tuple(straight + loop * 8), finished=False)
+    cut = AnswerSet.from_answers([answer], cut_loops=True)
+    assert cut.answer(0).tolist() == straight + loop * 2
+    assert cut.looping.tolist() == [True]
+    assert len(AnswerSet.from_answers([answer], cut_loops=False).answer(0)) == 62
+
+
+def test_answers_survive_the_file(answers: AnswerSet, tmp_path: Path) -> None:
+    answers.save(tmp_path / "a.safetensors")
+    again = AnswerSet.load(tmp_path / "a.safetensors")
+    assert len(again) == len(answers)
+    for field in ("token_ids", "starts", "prompt_lengths", "temperatures", "looping"):
+        np.testing.assert_array_equal(getattr(again, field), getattr(answers, field))
+    joined = AnswerSet.join([answers, again])
+    assert joined.answer(len(answers)).tolist() == answers.answer(0).tolist()
