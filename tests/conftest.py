@@ -29,8 +29,8 @@ def all_threads() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def own_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def own_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Profiles measured by earlier runs on this machine must not change what a test sees."""
     home = tmp_path_factory.mktemp("home", numbered=True)
     monkeypatch.setenv("SLIPSTREAM_HOME", str(home))
-    yield home
+    return home

@@ -16,8 +16,10 @@ from slipstream.lab.critical_path import critical_path
 from slipstream.lab.prompts import Messages, prompts_name, read_prompts
 from slipstream.lab.report import NO_CRITICAL_PATH, Answer, Settings, Wave, bench_row, compare_to_off
 from slipstream.llm import LLM, Completion, Models, load_models
+from slipstream.rehearse import time_step
 
 WARM_UP_TOKENS = 8
+STEP_CONTEXT = 192  # tokens of KV of the steps that are timed alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +31,15 @@ class BenchResult:
 
 def run(options: BenchOptions, say: Callable[[str], None]) -> BenchResult:
     """Measure all cases; `say` gets one line per thing done."""
+    conversations = read_prompts(options.prompts, options.requests)
     models = load_models(
         options.model, options.draft, dtype=_engine(options, "dtype"), device=_engine(options, "device")
     )
     found = ceilings.ceilings(models.target)
     say(f"linear layers alone: {found['linear_ms_1_row']:.1f} ms at 1 row, {found['linear_ms_8_rows']:.1f} ms at 8")
-    conversations = read_prompts(options.prompts, options.requests)
     cases = options.cases()
     llms = [start(models, case, options, conversations, say) for case in cases]
+    found |= step_times(llms)
     params = request_params(options.sampling, options.requests)
     waves: list[list[Wave]] = [[] for _ in cases]
     first: list[tuple[Completion, ...]] = []
@@ -64,6 +67,20 @@ def start(
     llm = LLM(models, speculative=options.speculative_config(case), **engine)
     llm.chat(conversations[: case.concurrency], SamplingParams(max_tokens=WARM_UP_TOKENS))
     return llm
+
+
+def step_times(llms: Sequence[LLM]) -> dict[str, float]:
+    """The target's part of a step at 1 row and, with a drafter of 7 or more, at 8: to hold against the linear layers."""
+    found = {}
+    for name, width in (("step_ms_1_row", 0), ("step_ms_8_rows", 7)):
+        engine = next((llm.engine for llm in llms if llm.engine.scheduler.limits.max_drafts >= width), None)
+        if engine is not None:
+            context = min(STEP_CONTEXT, engine.scheduler.limits.max_model_len - width - 1)
+            step = time_step(engine, num_sequences=1, width=width, context=context)
+            found[name] = step.verify_ms
+            if width:
+                found["draft_ms"] = step.draft_ms
+    return found
 
 
 def run_wave(

@@ -6,7 +6,7 @@ figures are medians over waves that lay between those of the other cases; counte
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -179,6 +179,16 @@ def rows_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
             "-" if row["same_as_off"] is None else f"{row['same_as_off']}/{row['requests']}",
         )
     return table
+
+
+def ceiling_line(ceilings: Mapping[str, float]) -> str:
+    """What the weights allow, and what a step takes."""
+    parts = []
+    for rows, name in ((1, "1_row"), (8, "8_rows")):
+        alone, step = ceilings[f"linear_ms_{name}"], ceilings.get(f"step_ms_{name}")
+        whole = "" if step is None else f" of the step's {step:.1f} ms (x {step / alone:.2f})"
+        parts.append(f"{rows} row{'s'[: rows - 1]}: linear layers {alone:.1f} ms{whole}")
+    return "; ".join(parts)
 
 
 def probe_table(rows: Sequence[dict[str, Any]]) -> Table:
