@@ -23,7 +23,7 @@ from slipstream.config import MODES, SamplingParams
 from slipstream.errors import ConfigError, EngineError, RequestError, SlipstreamError
 from slipstream.lab.cases import BenchOptions
 from slipstream.lab.paint import pieces_of, show
-from slipstream.lab.report import ceiling_line, plain_json, probe_table, rows_table
+from slipstream.lab.report import plain_json, probe_table, rows_table
 from slipstream.options import DEFAULT_MODEL, MODE_FLAGS, Options, build, field_names, gather, merge
 
 if TYPE_CHECKING:
@@ -200,7 +200,6 @@ def bench(
     result = run(bench_options, _say)
     out = _output(as_json)
     out.print(rows_table(result.report["rows"], f"{result.report['model']}, {result.report['rows'][0]['dtype']}"))
-    out.print(ceiling_line(result.report["ceilings"]), soft_wrap=True)
     if bench_options.probe:
         out.print(probe_table(result.report["rows"]))
     _deliver(result.report, output, as_json)

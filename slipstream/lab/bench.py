@@ -14,7 +14,7 @@ from slipstream.lab import ceilings, machine
 from slipstream.lab.cases import BenchOptions, Case, label
 from slipstream.lab.critical_path import critical_path
 from slipstream.lab.prompts import Messages, prompts_name, read_prompts
-from slipstream.lab.report import NO_CRITICAL_PATH, Answer, Settings, Wave, bench_row, compare_to_off
+from slipstream.lab.report import NO_CRITICAL_PATH, Answer, Settings, Wave, bench_row, ceiling_line, compare_to_off
 from slipstream.llm import LLM, Completion, Models, load_models
 from slipstream.rehearse import time_step
 
@@ -35,11 +35,10 @@ def run(options: BenchOptions, say: Callable[[str], None]) -> BenchResult:
     models = load_models(
         options.model, options.draft, dtype=_engine(options, "dtype"), device=_engine(options, "device")
     )
-    found = ceilings.ceilings(models.target)
-    say(f"linear layers alone: {found['linear_ms_1_row']:.1f} ms at 1 row, {found['linear_ms_8_rows']:.1f} ms at 8")
     cases = options.cases()
     llms = [start(models, case, options, conversations, say) for case in cases]
-    found |= step_times(llms)
+    found = {**ceilings.ceilings(models.target), **step_times(llms)}
+    say(ceiling_line(found))
     params = request_params(options.sampling, options.requests)
     waves: list[list[Wave]] = [[] for _ in cases]
     first: list[tuple[Completion, ...]] = []

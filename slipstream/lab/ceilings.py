@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from slipstream.models.decoder import Decoder
 
 COPY_BYTES = 256 * 2**20
-REPEATS = 7
+REPEATS = 11
 
 
 def ceilings(target: Decoder) -> dict[str, float]:

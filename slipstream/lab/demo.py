@@ -18,7 +18,7 @@ from slipstream.lab.bench import BenchResult, run
 from slipstream.lab.cases import BenchOptions, label
 from slipstream.lab.paint import ACCEPTED, painted, pieces_of
 from slipstream.lab.prompts import read_prompts
-from slipstream.lab.report import ceiling_line, plain_json, rows_table
+from slipstream.lab.report import plain_json, rows_table
 from slipstream.models.locate import resolve_target
 from slipstream.models.tokenizer import load_tokenizer
 
@@ -58,7 +58,6 @@ def show(result: BenchResult, out: Console) -> None:
             out.print(Text(f"\n[{label(case)}]", style="bold"))
             out.print(painted(pieces_of(tokenizer, answer.token_ids, answer.accepted)))
     out.print()
-    out.print(ceiling_line(result.report["ceilings"]))
     out.print(rows_table(result.report["rows"], f"{OPTIONS.model}, {result.report['rows'][0]['dtype']}, greedy"))
 
 

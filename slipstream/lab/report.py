@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from slipstream.lab.cases import Case
@@ -151,27 +152,28 @@ def compare_to_off(rows: Sequence[dict[str, Any]], answers: Sequence[Sequence[An
 
 def rows_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     """The report for eyes, plain decoding first."""
-    table = Table(title=title, title_justify="left")
-    for name in (
+    heads = (
         "mode",
         "S",
-        "conc.",
+        "at",
         "tok/s",
-        "(min - max)",
+        "min",
+        "max",
         "x off",
-        "tokens/step",
-        "accepted",
-        "rows/step",
-        "same text",
-    ):
+        "tokens\n/step",
+        "accep-\nted",
+        "rows\n/step",
+        "same\ntext",
+    )
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in heads:
         table.add_column(name, justify="left" if name == "mode" else "right")
     for row in sorted(rows, key=lambda row: (row["concurrency"], row["mode"] != "off")):
         table.add_row(
             row["mode"],
             _shown(row["num_speculative_tokens"], "d"),
             str(row["concurrency"]),
-            _shown(row["tok_per_s"], ".1f"),
-            f"({row['tok_per_s_min']:.1f} - {row['tok_per_s_max']:.1f})",
+            *(_shown(row[name], ".1f") for name in ("tok_per_s", "tok_per_s_min", "tok_per_s_max")),
             _shown(row["ratio_to_off"], ".2f"),
             _shown(row["mean_accepted_length"], ".2f"),
             _shown(row["acceptance_rate"], ".0%"),
@@ -193,8 +195,8 @@ def ceiling_line(ceilings: Mapping[str, float]) -> str:
 
 def probe_table(rows: Sequence[dict[str, Any]]) -> Table:
     """What lies on the critical path of a decode step, medians."""
-    table = Table(title="critical path of a decode step", title_justify="left")
-    for name in ("mode", "conc.", "decide us", "hidden us", "build us", "gap us", "device busy"):
+    table = Table(title="critical path of a decode step", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("mode", "at", "decide\nus", "hidden\nus", "build\nus", "gap\nus", "device\nbusy"):
         table.add_column(name, justify="left" if name == "mode" else "right")
     for row in rows:
         shown = [_shown(row[name], ".0f") for name in ("decide_us", "decide_hidden_us", "build_us", "gap_us")]
