@@ -28,6 +28,8 @@ Bools: TypeAlias = NDArray[np.bool_]
 # budget: only K; unknown rows compete with their prior
 Rule: TypeAlias = Literal["greedy", "widths", "hull", "budget"]
 MIN_MS = 1e-6  # a time is never taken as less than this, so that rates stay finite
+MARGIN = 1e-7  # relative; far above what rounding does to a rate
+SMALL = 1e-9  # a survival that a sum of tokens may not even notice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,24 +73,29 @@ def widths_of_largest(survival_np: Floats, caps_np: Ints, budget: int) -> Ints:
     return _sort_candidates(survival_np, caps_np).widths_of_first(budget)
 
 
-def rates_by_budget(
-    survival_np: Floats, caps_np: Ints, kv_np: Ints, given_np: Ints, num_emitting: int, cost: StepCost, sizes: list[int]
-) -> list[tuple[Floats, Floats]]:
-    """For each draft length in `sizes`: (expected tokens, step time in ms) by budget, when rows are cut to that length.
-
-    One sort serves all sizes. Index k of both arrays is the budget k.
-    """
+def best_rate_by_length(
+    survival_np: Floats,
+    caps_np: Ints,
+    kv_np: Ints,
+    given_np: Ints,
+    num_emitting: int,
+    cost: StepCost,
+    draft_ms_by_length: dict[int, float],
+) -> dict[int, float]:
+    """For each draft length: the rate at its best budget, when every row is cut to that length. One sort serves all."""
+    lengths = np.array(list(draft_ms_by_length))
+    draft_ms = np.array(list(draft_ms_by_length.values()))[:, None]
     candidates = _sort_candidates(survival_np, caps_np)
     base_ms = cost.step_ms(given_np, kv_np, np.zeros_like(caps_np))
-    rows = int(given_np.sum())
-    curves = []
-    for size in sizes:
-        within = candidates.position_np < size
-        tokens = num_emitting + _running_sum(0.0, candidates.survival_np[within])
-        kv_ms = _running_sum(0.0, cost.c2 * kv_np[candidates.sequence_np[within]].astype(np.float64))
-        curve = cost.curve(rows, len(tokens))
-        curves.append((tokens, base_ms + (curve - curve[0]) + kv_ms))
-    return curves
+    within = candidates.position_np < lengths[:, None]  # [lengths, N]
+    tokens = num_emitting + np.cumsum(within * candidates.survival_np, axis=1)
+    curve = cost.curve(int(given_np.sum()), len(candidates.survival_np) + 1)
+    ms = base_ms + (curve - curve[0])[np.cumsum(within, axis=1)]
+    if cost.c2:
+        ms += np.cumsum(within * (cost.c2 * kv_np[candidates.sequence_np]), axis=1)
+    none = num_emitting / np.maximum(draft_ms + base_ms, MIN_MS)
+    rates = np.concatenate([none, tokens / np.maximum(draft_ms + ms, MIN_MS)], axis=1).max(axis=1)
+    return dict(zip(draft_ms_by_length, rates.tolist(), strict=True))
 
 
 # ---------------------------------------------------------------------------------------------------------- candidates
@@ -178,79 +185,92 @@ def _on_hull(problem: Problem) -> Ints:
 def _greedy(problem: Problem) -> Ints:
     """Extend, in order of survival, every sequence whose next draft raises the rate; one that does not is passed over.
 
-    The sequential rule is a loop over candidates that carries (A, v), what was taken so far and its time. Whether
-    candidate i is taken depends only on those before it, so the mask of taken candidates is the one fixed point of
-    "sum what the mask takes, test every candidate against the sums before it": each round settles at least one more
-    candidate for good, and from a good first guess two or three rounds settle all. Sums run in the loop's order, so
-    that the result is the loop's to the last bit.
+    Most candidates are settled without an order, see `_settle`; the rest are decided as a loop over them would do it.
     """
     assert isinstance(problem.cost, LinearCost), type(problem.cost)
     base = _full_width_of_unknown(problem)
     accepted = _accepted_in(problem, base)
     base_ms = problem.cost.step_ms(problem.given_np, problem.kv_np, base)
-    candidates = _promising(problem, problem.cost, _candidates(problem, base), accepted, base_ms)
-    survival = candidates.survival_np
-    price = _prices(problem.cost, problem.kv_np, candidates)
-    draft_ms = max(problem.draft_ms, MIN_MS)
-    taken = _first_guess(problem.num_emitting + accepted, draft_ms + max(base_ms, MIN_MS), survival, price)
-    while True:
-        sum_before = _running_sum(accepted, survival * taken)[:-1]
-        time_before = _running_sum(base_ms, price * taken)[:-1]
-        tokens = problem.num_emitting + sum_before
-        rate_before = tokens / (draft_ms + np.maximum(time_before, MIN_MS))
-        rate_after = (problem.num_emitting + (sum_before + survival)) / (
-            draft_ms + np.maximum(time_before + price, MIN_MS)
-        )
-        rises = rate_after > rate_before
-        if problem.min_gain > 0:
-            rises &= survival * (problem.draft_ms + time_before) > (1 + problem.min_gain) * tokens * price
-        rises = _only_prefixes(candidates, rises)
-        if np.array_equal(rises, taken):
-            return base + np.bincount(candidates.sequence_np[taken], minlength=len(base))
-        taken = rises
+    price = problem.cost.c1 + problem.cost.c2 * problem.kv_np.astype(np.float64)  # [B] of a draft of the sequence
+    num_positions = problem.survival_np.shape[1]
+    candidates = np.arange(num_positions)[:, None] < np.where(base > 0, 0, problem.caps_np)  # [S, B]
+    survival = np.where(candidates, problem.survival_np.T, 0.0)
+    sure, open_ = _settle(problem, survival, price, accepted, base_ms)
+    if open_.any():
+        sure = _in_order(problem, survival, price, accepted, base_ms, sure | open_, sure)
+    widths: Ints = base + sure.sum(axis=0)
+    return widths
 
 
-def _prices(cost: LinearCost, kv_np: Ints, candidates: _Candidates) -> Floats:
-    return cost.c1 + cost.c2 * kv_np[candidates.sequence_np].astype(np.float64)
+def _settle(problem: Problem, survival: Floats, price: Floats, accepted: float, base_ms: float) -> tuple[Bools, Bools]:
+    """([S, B] surely taken, [S, B] open); what is in neither is surely not taken.
 
-
-def _promising(
-    problem: Problem, cost: LinearCost, candidates: _Candidates, accepted: float, base_ms: float
-) -> _Candidates:
-    """Without the candidates that cannot be taken: the rate only rises, so they must beat the one at the start.
-
-    The margin covers rounding; times so small that `MIN_MS` replaces them do not follow that argument.
+    A candidate is taken if its survival per ms beats the rate when its turn comes. That rate never falls, so it is at
+    least the one at the start, and at least the one after the sure candidates of higher survival than any open one; and
+    it is at most the best that any set of candidates has. `MARGIN` and `SMALL` cover rounding. With contexts of one length nothing
+    stays open but a tie.
     """
-    if base_ms < MIN_MS:
-        return candidates
-    price = _prices(cost, problem.kv_np, candidates)
-    time = max(problem.draft_ms, MIN_MS) + base_ms
-    worth = candidates.survival_np * time > (1 - 1e-9) * (problem.num_emitting + accepted) * price
-    if worth.all():
-        return candidates
-    return _Candidates(
-        candidates.survival_np[worth], candidates.position_np[worth], candidates.sequence_np[worth], candidates.shape
-    )
+    draft_ms = max(problem.draft_ms, MIN_MS)
+    if base_ms < MIN_MS:  # MIN_MS would replace the time, and the rate could fall
+        return np.zeros_like(survival, dtype=np.bool_), survival > 0
+    tokens, time = problem.num_emitting + accepted, draft_ms + base_ms
+    gain = 1 + problem.min_gain
+    best = _best_rate(survival, price, tokens, time)
+    sure = survival > gain * (1 + MARGIN) * best * price + SMALL
+    open_ = (survival > gain * (1 - MARGIN) * (tokens / time) * price) & ~sure
+    while num_open := int(np.count_nonzero(open_)):
+        before = sure & (survival > survival[open_].max())
+        rate = (tokens + float(survival[before].sum())) / (time + float(before.sum(axis=0) @ price))
+        open_ &= survival > gain * (1 - MARGIN) * rate * price
+        if np.count_nonzero(open_) == num_open:
+            break
+    return sure, open_
 
 
-def _first_guess(tokens: float, time: float, survival: Floats, price: Floats) -> Bools:
-    """The set of best rate if order did not matter: {survival / price > rate}, iterated (Dinkelbach)."""
+def _best_rate(survival: Floats, price: Floats, tokens: float, time: float) -> float:
+    """The highest rate of any set of candidates, which is {survival / price > that rate} (Dinkelbach's iteration)."""
     rate = tokens / time
     while True:
         better = survival > rate * price
-        new_rate = (tokens + float(survival @ better)) / (time + float(price @ better))
+        total = tokens + float(np.vdot(survival, better))
+        new_rate = total / (time + float(better.sum(axis=0) @ price))
         if new_rate <= rate * (1 + 1e-12):
-            return better
+            return rate
         rate = new_rate
 
 
-def _only_prefixes(candidates: _Candidates, mask: Bools) -> Bools:
-    """`mask` without the candidates whose sequence lacks a shorter one: a draft is tried only at width + 1."""
-    num_sequences, num_positions = candidates.shape
-    grid = np.zeros((num_positions, num_sequences), dtype=np.bool_)
-    grid[candidates.position_np, candidates.sequence_np] = mask
-    np.logical_and.accumulate(grid, axis=0, out=grid)
-    return grid[candidates.position_np, candidates.sequence_np]
+def _in_order(
+    problem: Problem, survival: Floats, price: Floats, accepted: float, base_ms: float, among: Bools, guess: Bools
+) -> Bools:
+    """[S, B] what the sequential rule takes of the candidates `among`; no others can be taken.
+
+    The sequential rule is a loop over candidates that carries (A, v), what was taken so far and its time. Whether
+    candidate i is taken depends only on those before it, so the mask of taken candidates is the one fixed point of
+    "sum what the mask takes, test every candidate against the sums before it": each round settles at least one more
+    candidate for good, and from a good guess two or three rounds settle all. Sums run in the loop's order, so that the
+    result is the loop's to the last bit.
+    """
+    flat = np.flatnonzero(among)  # in order of (position, sequence), as ties want it
+    flat = flat[np.argsort(-survival.reshape(-1)[flat], kind="stable")]
+    value, cost = survival.reshape(-1)[flat], price[flat % len(price)]
+    draft_ms = max(problem.draft_ms, MIN_MS)
+    taken = guess.reshape(-1)[flat]
+    while True:
+        sum_before = _running_sum(accepted, value * taken)[:-1]
+        time_before = _running_sum(base_ms, cost * taken)[:-1]
+        tokens = problem.num_emitting + sum_before
+        rate_before = tokens / (draft_ms + np.maximum(time_before, MIN_MS))
+        rate_after = (problem.num_emitting + (sum_before + value)) / (draft_ms + np.maximum(time_before + cost, MIN_MS))
+        rises = rate_after > rate_before
+        if problem.min_gain > 0:
+            rises &= value * (problem.draft_ms + time_before) > (1 + problem.min_gain) * tokens * cost
+        grid = np.zeros_like(among)
+        grid.reshape(-1)[flat] = rises
+        np.logical_and.accumulate(grid, axis=0, out=grid)  # a draft is tried only at width + 1
+        rises = grid.reshape(-1)[flat]
+        if np.array_equal(rises, taken):
+            return grid
+        taken = rises
 
 
 # ------------------------------------------------------------------------------------------------------------- records

@@ -156,21 +156,16 @@ class Adaptive:
     def _best_length(self, plan: StepPlan, cost: CostModel) -> int:
         """The size with the best expected rate, each at its own best budget, as far as the last step lets one see."""
         survival, _ = self._lagged_survival(plan)
-        sizes = self._lengths.sizes
-        curves = controller.rates_by_budget(
+        rates = controller.best_rate_by_length(
             survival,
             np.minimum(plan.caps_np, self.num_drafts).astype(np.int64),
             plan.context_upper_bound_np.astype(np.int64),
             plan.num_given_np.astype(np.int64),
             plan.num_emitting,
             cost.step,
-            sizes,
+            {size: cost.draft_ms(size, plan.num_decode) for size in self._lengths.sizes},
         )
-        rates = [
-            float((tokens / np.maximum(cost.draft_ms(size, plan.num_decode) + ms, controller.MIN_MS)).max())
-            for size, (tokens, ms) in zip(sizes, curves, strict=True)
-        ]
-        return sizes[rates.index(max(rates))]
+        return max(rates, key=rates.__getitem__)  # of equals the shortest
 
     def decide(self, plan: StepPlan) -> Decision:
         caps = _caps(plan)

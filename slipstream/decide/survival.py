@@ -45,6 +45,13 @@ def clean(signal_np: Float32s) -> Floats:
     return np.clip(signal, 0.0, 1.0, out=signal)
 
 
+def _of_class(table_np: Floats, class_np: Ints) -> Floats:
+    """[n or 1, d] rows of a [2, d] table; one row where all are of one class."""
+    if len(class_np) and (class_np == class_np[0]).all():
+        return table_np[class_np[0] : class_np[0] + 1]
+    return table_np[class_np]
+
+
 class SurvivalModel:
     """Calibration (from a file, corrected by outcomes), the prior, and the map from lagged to fresh survival.
 
@@ -78,7 +85,7 @@ class SurvivalModel:
         if not shift.any() and (scale == 1.0).all():
             return raw
         kept = np.clip(raw, EDGE, 1 - EDGE)
-        logit = np.log(kept / (1 - kept)) * scale[class_np] + shift[class_np]
+        logit = np.log(kept / (1 - kept)) * _of_class(scale, class_np) + _of_class(shift, class_np)
         calibrated: Floats = 1 / (1 + np.exp(-logit))
         calibrated[raw == 0.0] = 0.0
         return calibrated
@@ -201,7 +208,7 @@ class _LagMap:
     def apply(self, lagged_np: Floats, class_np: Ints) -> Floats:
         slope, (mean_x, mean_y) = self.slope(), self.means()
         base = mean_y - slope * mean_x
-        mapped: Floats = base[class_np] + slope[class_np] * lagged_np
+        mapped: Floats = _of_class(base, class_np) + _of_class(slope, class_np) * lagged_np
         return mapped
 
     def teach(self, label: int, lagged_np: Floats, fresh_np: Floats, pairs_np: Bools) -> None:

@@ -312,15 +312,15 @@ def test_ties_go_by_position_then_sequence():
     assert [widths_of_largest(survival, caps, k).tolist() for k in range(5)] == [[0, 0], [1, 0], [1, 1], [2, 1], [2, 2]]
 
 
-def test_rates_by_budget_cuts_rows_to_each_size():
-    survival = survival_of(T1)
-    caps, kv, given_rows = np.full(4, 3), np.full(4, 100), np.ones(4, dtype=np.int64)
-    curves = controller.rates_by_budget(survival, caps, kv, given_rows, 4, STAIRCASE, [0, 1, 2, 3])
-    for size, (tokens, ms) in zip([0, 1, 2, 3], curves, strict=True):
-        cut = problem(survival[:, :size].reshape(4, size), STAIRCASE, rule="budget", caps=np.full(4, size))
+@pytest.mark.parametrize("cost", [STAIRCASE, LinearCost(1.0, 0.1, 1e-4, 1e-5)])
+def test_best_rate_by_length_cuts_rows_to_each_length(cost):
+    survival, kv, caps = survival_of(T1), np.array([100, 2000, 30, 4]), np.array([3, 2, 3, 0])
+    draft_ms = {0: 0.0, 1: 0.2, 2: 0.3, 3: 0.9}
+    rates = controller.best_rate_by_length(survival, caps, kv, np.ones(4, dtype=np.int64), 4, cost, draft_ms)
+    for length, ms in draft_ms.items():
+        cut = problem(survival, cost, rule="budget", kv=kv, caps=np.minimum(caps, length), draft_ms=ms)
         found = all_budgets(cut, np.zeros(4, dtype=np.int64))
-        assert len(tokens) == len(found) == 4 * size + 1
-        np.testing.assert_allclose(tokens / (MIN_MS + ms), [rate for rate, _ in found])
+        assert rates[length] == pytest.approx(max(rate for rate, _ in found), rel=1e-5)
 
 
 @given(problems(), problems(cost=STAIRCASE, rule="budget"), problems(cost=STAIRCASE.hull(), rule="widths"))
