@@ -165,7 +165,9 @@ def rows_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
         "rows\n/step",
         "same\ntext",
     )
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True
+    )
     for name in heads:
         table.add_column(name, justify="left" if name == "mode" else "right")
     for row in sorted(rows, key=lambda row: (row["concurrency"], row["mode"] != "off")):
@@ -195,7 +197,14 @@ def ceiling_line(ceilings: Mapping[str, float]) -> str:
 
 def probe_table(rows: Sequence[dict[str, Any]]) -> Table:
     """What lies on the critical path of a decode step, medians."""
-    table = Table(title="critical path of a decode step", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title="critical path of a decode step",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1),
+        collapse_padding=True,
+    )
     for name in ("mode", "at", "decide\nus", "hidden\nus", "build\nus", "gap\nus", "device\nbusy"):
         table.add_column(name, justify="left" if name == "mode" else "right")
     for row in rows:
