@@ -113,23 +113,29 @@ def load_models(model: str, draft_model: str | None = None, *, dtype: str = "aut
 class LLM:
     """A target model with a way of speculating.
 
-    model: a name, or Models that are loaded already. speculative: None for plain decoding. The other options are the
-    fields of `EngineConfig`. What was chosen, and why, stands in `notes`.
+    model: a name, or Models that are loaded already. speculative: None for plain decoding. drafter, policy: objects of
+    your own in place of those that `speculative` would make (its draft_model is then only a name). The other options
+    are the fields of `EngineConfig`. What was chosen, and why, stands in `notes`.
     """
 
     def __init__(
-        self, model: str | Models, *, speculative: SpeculativeConfig | None = None, **engine_options: Any
+        self,
+        model: str | Models,
+        *,
+        speculative: SpeculativeConfig | None = None,
+        drafter: Drafter | None = None,
+        policy: Policy | None = None,
+        **engine_options: Any,
     ) -> None:
         self.speculative = speculative or SpeculativeConfig()
         self.config = from_mapping(EngineConfig, engine_options)
         if isinstance(model, str):
-            model = load_models(
-                model, self.speculative.draft_model, dtype=self.config.dtype, device=self.config.device
-            )
+            draft_model = self.speculative.draft_model if drafter is None else None
+            model = load_models(model, draft_model, dtype=self.config.dtype, device=self.config.device)
         self.models = model
         self.tokenizer = model.tokenizer
         self.notes: list[Note] = list(model.notes)
-        self.engine = build_engine(model, self.speculative, self.config, self.notes)
+        self.engine = build_engine(model, self.speculative, self.config, self.notes, drafter, policy)
         self._seeds = random.Random(self.config.seed)
         self._next_uid = 0
         for field, value, reason in self.notes:
@@ -254,7 +260,7 @@ def build_engine(
     models: Models, speculative: SpeculativeConfig, config: EngineConfig, notes: list[Note],
     drafter: Drafter | None = None, policy: Policy | None = None,
 ) -> Engine:  # fmt: skip
-    """Pools, scheduler, policy and rule for these options. Tests hand in a drafter or a policy of their own."""
+    """Pools, scheduler, policy and rule for these options."""
     device, vocab_size = models.device, models.vocab_size
     if speculative.mode != "off" and drafter is None and models.network is None:
         raise ConfigError(f"draft_model {speculative.draft_model!r} was not loaded: pass it to load_models")

@@ -3,7 +3,6 @@
 Host code without tensors. Joined over a request, the chunks' text equals the decoding of the whole answer.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,10 +11,10 @@ from slipstream.request import FinishReason
 
 
 class IncrementalDecoder(Protocol):
-    def push(self, ids: Sequence[int]) -> str:
-        """Text that became certain with these tokens; empty while a character is unfinished."""
+    def push(self, token_id: int) -> str:
+        """Text that became certain with this token; empty while a character is unfinished."""
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         """What was held back at the end of the answer."""
 
 
@@ -50,7 +49,7 @@ class TextStream:
 
     def chunk(self, delta: Delta) -> Chunk:
         tokens = zip(delta.token_ids, delta.accepted, strict=True)
-        pieces = [Piece(self._decoder.push([token]), accepted) for token, accepted in tokens]
-        if delta.finish_reason is not None and (rest := self._decoder.finish()):
+        pieces = [Piece(self._decoder.push(token), accepted) for token, accepted in tokens]
+        if delta.finish_reason is not None and (rest := self._decoder.flush()):
             pieces.append(Piece(rest, pieces[-1].accepted if pieces else False))
         return Chunk(delta.token_ids, delta.accepted, tuple(pieces), delta.width, delta.finish_reason)

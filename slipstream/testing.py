@@ -10,14 +10,21 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import tokenizers
 import torch
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.draft.base import Draft, DraftView, Sampler
 from slipstream.engine import Engine
+from slipstream.llm import Models
+from slipstream.models.checkpoint import DrafterSpec, spec_from_config
 from slipstream.models.decoder import Decoder
+from slipstream.models.drafters import BlockDrafter
 from slipstream.models.spec import DecoderSpec
+from slipstream.models.tokenizer import Tokenizer
 
 # Confidence of drafts 0..d-1 at a step: (context [D], number of drafts) -> [D, d].
 ConfidenceScript = Callable[[Tensor, int], Tensor]
@@ -38,6 +45,46 @@ def tiny_target(seed: int = 0, spec: DecoderSpec | None = None, std: float = 0.3
     decoder = Decoder(spec or tiny_spec(), dtype=torch.float32)
     decoder.init_random(seed, std)
     return decoder
+
+
+def tiny_tokenizer(vocab_size: int = 64, eos_token_id: int = 1) -> Tokenizer:
+    """Words "t0", "t1", ... with a chat template that joins the messages."""
+    words = {f"t{i}": i for i in range(vocab_size)}
+    backend = tokenizers.Tokenizer(WordLevel(words, unk_token="t0"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    return Tokenizer(
+        source="tiny", backend=backend, vocab_size=vocab_size, special_ids=frozenset([eos_token_id]),
+        eos_token_ids=(eos_token_id,), chat_template=template,
+    )  # fmt: skip
+
+
+def tiny_drafter_spec(target: DecoderSpec, algorithm: str = "dspark", **changes: Any) -> DrafterSpec:
+    """Two layers that read both of a tiny target's; block 8, so that DSpark drafts 8 and DFlash 7."""
+    config = {
+        "architectures": ["Qwen3DSparkModel" if algorithm == "dspark" else "DFlashDraftModel"], "model_type": "qwen3",
+        "block_size": 8, "num_hidden_layers": 2, "hidden_size": target.hidden_size, "intermediate_size": 48,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "max_position_embeddings": 256, "vocab_size": target.vocab_size, "num_target_layers": target.num_layers,
+        "target_layer_ids": [0, 1], "mask_token_id": 2, "attention_bias": False,
+    }  # fmt: skip
+    if algorithm == "dspark":
+        config |= {"markov_rank": 8, "markov_head_type": "vanilla", "enable_confidence_head": True,
+                   "confidence_head_with_markov": True}  # fmt: skip
+    return spec_from_config({**config, **changes})
+
+
+def tiny_models(
+    algorithm: str | None = None, *, seed: int = 0, spec: DecoderSpec | None = None, **drafter: Any
+) -> Models:
+    """A tiny target, and with an algorithm (dspark, dflash) a random drafter that fits it."""
+    target = tiny_target(seed, spec)
+    network = None
+    if algorithm is not None:
+        network = BlockDrafter(tiny_drafter_spec(target.spec, algorithm, **drafter)).eval().requires_grad_(False)
+        network.init_random(seed + 1, std=0.3)
+        network.share(target)
+    return Models(target, tiny_tokenizer(target.spec.vocab_size), network, "tiny", algorithm, None)
 
 
 class TableDrafter:
@@ -115,7 +162,7 @@ def forbid_hidden_reads() -> Iterator[None]:
             setattr(torch.Tensor, name, original)
 
 
-class _NoDynamicShapes(TorchDispatchMode):
+class _NoDynamicShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Catches reads from inside torch: scalars of tensors, boolean masks, shapes that depend on data."""
 
     _OPS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "repeat_interleave.Tensor", "equal")

@@ -1,8 +1,8 @@
 """Who owns which page of KV memory. Knows counts and numbers, never tensors; called by the scheduler.
 
-A page holds `page_size` consecutive tokens of one request, target and drafter KV alike. Two pages are never handed out:
-page 0 is the null page (always zero, what an unset page table entry points to: it may be read, never written) and page 1
-the scratch page (rejected and padding rows are written there, nobody reads it).
+A page holds `page_size` consecutive tokens of one request, target and drafter KV alike. Two pages are never handed
+out: page 0 is the null page (always zero, what an unset page table entry points to: it may be read, never written) and
+page 1 the scratch page (rejected and padding rows are written there, nobody reads it).
 """
 
 NULL_PAGE = 0

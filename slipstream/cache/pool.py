@@ -1,7 +1,7 @@
 """KV memory of one network: keys and values by layer and page. Written by slot, read by page.
 
 A *KV slot* is page * page_size + offset. Target and drafter each have a pool; both are indexed by the same page table.
-Pages are zeroed when they get a new owner, so that nothing a former owner left (NaN included) can reach masked positions.
+Pages are zeroed when they get a new owner, so that nothing a former owner left (NaN included) reaches masked places.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Ragged paged attention: any mix of prefill, verify and decode rows, and the drafter's blocks, in plain torch.
 
-Rows of one sequence stand side by side. Sequences are grouped into *segments* whose bounds the host knows (upper bounds
-of rows and of KV length); inside a segment everything is padded to those bounds and masked, so that no length is ever
+Rows of one sequence stand side by side. Sequences are grouped into *segments* whose bounds the host knows (upper
+bounds of rows and of KV length); inside a segment everything is padded to those bounds and masked, so that no length is ever
 read back from the device. Masks and indices depend on the step alone: they are made once per step by `plan_paged` and
 `plan_block` and used in every layer. Query heads that share a KV head are packed into the row axis, so KV is read once.
 """
@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Sequences first..last-1, each with at most `max_rows` rows and `max_kv` tokens of KV (their own rows included)."""
+    """Sequences first..last-1, each with at most `max_rows` rows and `max_kv` tokens of KV, its own rows included."""
 
     first: int
     last: int
@@ -61,9 +61,9 @@ def plan_paged(
 def paged_attention(
     q: Tensor, key_pages: Tensor, value_pages: Tensor, plan: PagedPlan, scale: float, window: int | None
 ) -> Tensor:
-    """q [R, heads, head_dim]; pages [num_pages, page_size, kv_heads, head_dim], the rows' own KV written -> [R, heads * head_dim].
+    """q [R, heads, head_dim]; pages [num_pages, page_size, kv_heads, head_dim], the rows' own KV written.
 
-    Row i of a sequence sees positions up to its own, within the window (window counts the row itself).
+    Returns [R, heads * head_dim]. Row i of a sequence sees positions up to its own, within the window (window counts the row itself).
     """
     outputs = []
     for segment in plan.segments:
@@ -86,7 +86,7 @@ def plan_block(
     context: Tensor, page_table: Tensor, positions: Tensor, max_context: int, page_size: int,
     windows: frozenset[int | None], dtype: torch.dtype,
 ) -> BlockPlan:  # fmt: skip
-    """context [N] tokens of context KV, page_table [N, P], positions [N, n] of the block's rows; max_context bounds context."""
+    """context [N] tokens of context KV, at most max_context; page_table [N, P]; positions [N, n] of the block's rows."""
     num_pages = max(1, -(-max_context // page_size))
     keys_at = torch.arange(num_pages * page_size, device=context.device)
     return BlockPlan(
@@ -101,8 +101,8 @@ def block_attention(
 ) -> Tensor:  # fmt: skip
     """A drafter's block: q [N, n, heads, head_dim], k, v [N, n, kv_heads, head_dim] -> [N, n, heads * head_dim].
 
-    Every row sees the context and the whole block; on a sliding layer (window W) only what lies within W - 1 before its
-    position, and the block causally.
+    Every row sees the context and the whole block; on a sliding layer (window W) only what lies within W - 1 before
+    its position, and the block causally.
     """
     keys = torch.cat([_gather(key_pages, plan.pages), k], dim=1)
     values = torch.cat([_gather(value_pages, plan.pages), v], dim=1)
@@ -110,15 +110,17 @@ def block_attention(
 
 
 def packed_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """q [N, n, heads, head_dim], keys and values [N, L, kv_heads, head_dim], mask additive [N, 1, n, L] -> [N, n, heads * head_dim]."""
+    """q [N, n, heads, head_dim], keys, values [N, L, kv_heads, head_dim], additive mask [N, 1, n, L] -> like q, flat."""
     batch, rows, heads, head_dim = q.shape
     kv_heads = keys.shape[2]
     group = heads // kv_heads
-    packed = q.view(batch, rows, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * rows, head_dim)
+    packed = q.view(batch, rows, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
+    packed = packed.reshape(batch, kv_heads, group * rows, head_dim)
     if group > 1 and rows > 1:
         mask = mask.repeat(1, 1, group, 1)  # rows vary fastest, as in `packed`
-    out = scaled_dot_product_attention(packed, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, scale=scale)
-    return out.view(batch, kv_heads, group, rows, head_dim).permute(0, 3, 1, 2, 4).reshape(batch, rows, heads * head_dim)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    out = scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
+    return out.view(batch, kv_heads, group, rows, head_dim).permute(0, 3, 1, 2, 4).reshape(batch, rows, -1)
 
 
 def _gather(pages: Tensor, table: Tensor) -> Tensor:

@@ -1,0 +1,99 @@
+"""Is speculation lossless? Run the same requests with and without it, in fp32, and judge the difference.
+
+A run counts only if it could have failed: some drafts were accepted and some rejected, and in the modes that prune some
+were not verified. Anything else is inconclusive, which is a failure of the test that asked.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from slipstream.config import SamplingParams, SpeculativeConfig
+from slipstream.decide.cost import CostModel, DraftTimes, LinearCost
+from slipstream.decide.policy import make_policy
+from slipstream.draft.base import Drafter
+from slipstream.llm import LLM, Models
+from slipstream.metrics import SpecCounters
+from slipstream.models.layers import DenseAttend
+from slipstream.ops.noise import gumbel
+from slipstream.ops.sample import filter_logits
+from slipstream.testing import assert_nothing_left
+
+GAP = 2e-4  # of the perturbed top 2, below which another order of summation may choose the other token
+PRUNING = ("adaptive", "lag", "lag-budget")
+
+Outcome = Literal["equal", "different", "inconclusive"]
+
+
+@dataclass(frozen=True)
+class Run:
+    answers: list[tuple[int, ...]]
+    totals: SpecCounters
+
+
+def scripted_cost() -> CostModel:
+    """Verification dear enough that widths matter, drafting cheap enough that it is worth it."""
+    return CostModel(LinearCost(4.0, 0.5, 0.0, 0.0), DraftTimes.constant(0.1), corrects=False)
+
+
+def run(
+    models: Models, mode: str, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *,
+    num_drafts: int = 7, concurrency: int = 8, drafter: Drafter | None = None, acceptance: str = "coupled",
+    overlap: bool = True, cost: CostModel | None = None, **engine: object,
+) -> Run:  # fmt: skip
+    """All requests through one engine, at most `concurrency` at a time."""
+    speculative, policy = SpeculativeConfig(), None
+    if mode != "off":
+        fields = {"draft_model": "scripted", "num_speculative_tokens": num_drafts, "acceptance": acceptance}
+        speculative = SpeculativeConfig.for_mode(mode, **fields)
+        head = drafter.has_confidence_head if drafter else models.network.confidence_head is not None
+        policy, _ = make_policy(speculative, num_drafts=num_drafts, has_head=head, cost=cost or scripted_cost())
+        if num_drafts == 1:
+            # With one draft and one sequence, "draft it?" and "verify it?" are one question to lagged confidence: what
+            # is not worth verifying is not drafted. Drafting it all the same leaves something to prune.
+            policy.draft_length = lambda plan: 1  # type: ignore[method-assign]
+    options = {"max_model_len": 128, "page_size": 8, "max_num_batched_tokens": 24, **engine}
+    llm = LLM(
+        models, speculative=speculative, drafter=drafter if mode != "off" else None, policy=policy,
+        max_num_seqs=concurrency, overlap=overlap, **options,
+    )  # fmt: skip
+    completions = llm.generate([list(prompt) for prompt in prompts], list(params))
+    assert_nothing_left(llm.engine)
+    return Run([completion.token_ids for completion in completions], llm.engine.totals)
+
+
+def judge(
+    models: Models, mode: str, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], plain: Run,
+    other: Run,
+) -> tuple[Outcome, str]:
+    """Compare a speculating run with the plain one; the text says what was found."""
+    totals = other.totals
+    counts = f"drafted {totals.drafted}, verified {totals.verified}, accepted {totals.accepted}"
+    rejected = totals.verified - totals.accepted
+    if not totals.accepted or not rejected or (mode in PRUNING and totals.verified >= totals.drafted):
+        return "inconclusive", counts
+    excused, allowed = 0, max(1, len(prompts) // 100)
+    for index, (a, b) in enumerate(zip(plain.answers, other.answers, strict=True)):
+        if a == b:
+            continue
+        first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        gap = perturbed_gap(models, [*prompts[index], *a[:first]], params[index])
+        if gap >= GAP or excused == allowed:
+            return "different", f"request {index}, token {first}, top-2 gap {gap:.1e}: {a[first:]} or {b[first:]}"
+        excused += 1
+    return "equal", f"{counts}, {excused} excused near ties"
+
+
+def perturbed_gap(models: Models, token_ids: Sequence[int], params: SamplingParams) -> float:
+    """Difference of the two best candidates for the token after `token_ids`, noise included."""
+    rows, target = torch.tensor(token_ids), models.target
+    hidden, _ = target(rows, torch.arange(len(rows)), DenseAttend(target.spec))
+    logits = target.logits(hidden[-1:])[:, : models.vocab_size].float()
+    heat = torch.tensor([params.temperature])
+    scores = filter_logits(logits, heat, torch.tensor([params.top_k]), torch.tensor([params.top_p]))
+    if params.temperature > 0:
+        scores = scores + gumbel(torch.tensor([params.seed]), torch.tensor([len(rows)]), scores.shape[1])
+    best = scores.topk(2).values[0]
+    return float(best[0] - best[1])

@@ -1,0 +1,64 @@
+"""Token ids with speculation equal token ids without it: every mode, drafter, draft count and concurrency.
+
+fp32 on tiny models; the same on SmolLM2 is in test_identity_smollm2.py. Coupled acceptance makes sampled answers as
+reproducible as greedy ones, so both are compared token by token.
+"""
+
+from functools import cache
+
+import pytest
+
+from slipstream.config import MODES, SamplingParams
+from slipstream.draft.base import Drafter
+from slipstream.llm import Models
+from slipstream.testing import TableDrafter, next_token_table, tiny_models, tiny_spec
+from tests.lossless.harness import Run, judge, run
+
+SPECULATING = [mode for mode in MODES if mode != "off"]
+VOCAB = 20  # few enough tokens for random drafters to be right now and then
+PROMPTS = [[(7 * i + 3 * j) % 17 + 3 for j in range(1 + (5 * i) % 29)] for i in range(20)]
+DRAFTERS = ("dspark", "dflash", "table")
+MOST = {"dspark": 8, "dflash": 7, "table": 12}
+
+
+def params_for(temperature: float) -> list[SamplingParams]:
+    top_p = 0.9 if temperature else 1.0
+    return [
+        SamplingParams(temperature=temperature, top_p=top_p, seed=1000 + i, max_tokens=10 + i % 5)
+        for i in range(len(PROMPTS))
+    ]
+
+
+@cache
+def models_with(name: str) -> Models:
+    return tiny_models(None if name == "table" else name, spec=tiny_spec(vocab_size=VOCAB))
+
+
+@cache
+def plain_run(temperature: float) -> Run:
+    return run(models_with("table"), "off", PROMPTS, params_for(temperature))
+
+
+def drafter_for(name: str, temperature: float) -> Drafter | None:
+    if name != "table":
+        return None
+    answers = [[*p, *a] for p, a in zip(PROMPTS, plain_run(temperature).answers, strict=True)]
+    return TableDrafter(next_token_table(answers, VOCAB), MOST["table"])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("concurrency", [1, 8])
+@pytest.mark.parametrize("size", ["one", "seven", "most"])
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("mode", SPECULATING)
+def test_token_ids_equal_plain_decoding(
+    mode: str, name: str, size: str, concurrency: int, temperature: float
+) -> None:
+    num_drafts = {"one": 1, "seven": 7, "most": MOST[name]}[size]
+    params = params_for(temperature)
+    other = run(
+        models_with(name), mode, PROMPTS, params, num_drafts=num_drafts, concurrency=concurrency,
+        drafter=drafter_for(name, temperature),
+    )  # fmt: skip
+    outcome, found = judge(models_with(name), mode, PROMPTS, params, plain_run(temperature), other)
+    assert outcome == "equal", found
