@@ -51,7 +51,7 @@ def test_a_linear_machine_is_recovered(machine: list[tuple[int, int, int]]) -> N
     assert {(t.point.num_sequences, t.point.width, t.point.context) for t in found.held_out}.isdisjoint(
         (t.point.num_sequences, t.point.width, t.point.context) for t in found.timed
     )
-    assert survey_table(found).row_count == len(machine)
+    assert survey_table(found).row_count == len(found.timed) + len(found.held_out)
     assert found.as_dict()["held_out_error"]["num_samples"] == len(found.held_out)
 
 
