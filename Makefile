@@ -36,8 +36,8 @@ test: $(VENV)/.dev ## under 8 minutes on 2 cores
 test-slow: $(VENV)/.dev ## under 40 minutes on 2 cores
 	$(PY) -m pytest -m "slow and not gpu" --timeout 1800
 
-test-gpu: $(VENV)/.dev ## on a machine with a CUDA device
-	$(PY) -m pytest -m gpu --timeout 600
+test-gpu: ## on a machine with a CUDA device; without a venv it takes $(PYTHON) and the packages that are there
+	$(or $(wildcard $(PY)),$(PYTHON)) -m pytest -m gpu --timeout 600
 
 check: $(VENV)/.dev ## lint, format, types
 	$(PY) -m ruff check .
