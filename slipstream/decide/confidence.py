@@ -26,6 +26,7 @@ class Confidence:
     signal_np: Floats  # [D, S] raw; undefined beyond the length and in unknown rows
     lengths_np: Ints  # [D] drafts that the row covers, the d of its step
     known_np: Bools  # [D]
+    stale_np: Bools  # [D] the request's own, but older: no draft was made in its latest decode steps
 
 
 class ConfidenceStore:
@@ -72,12 +73,15 @@ class ConfidenceStore:
         if num_decode:
             self._grow(int(slots.max()) + 1)
         owner = self._owner_np[slots]
-        known = (
-            (owner[:, 0] == plan.generations_np[:num_decode])
-            & (owner[:, 1] == plan.uids_np[:num_decode])
-            & (owner[:, 2] == plan.decode_steps_np[:num_decode] + steps_later)
+        own = (owner[:, 0] == plan.generations_np[:num_decode]) & (owner[:, 1] == plan.uids_np[:num_decode])
+        now = plan.decode_steps_np[:num_decode] + steps_later
+        known = own & (owner[:, 2] == now)
+        return Confidence(
+            signal_np=self._signal_np[slots],
+            lengths_np=np.where(known, owner[:, 3], 0),
+            known_np=known,
+            stale_np=own & (owner[:, 2] < now),
         )
-        return Confidence(self._signal_np[slots], np.where(known, owner[:, 3], 0), known)
 
     def _grow(self, num_slots: int) -> None:
         missing = num_slots - len(self._owner_np)

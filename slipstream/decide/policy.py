@@ -32,6 +32,7 @@ WaitsFor: TypeAlias = Literal["nothing", "lagged", "fresh"]
 Reason: TypeAlias = tuple[str, Any, str]  # field, value chosen, why
 
 NO_COST_MODEL = "no cost model: every draft is verified"
+WARM_UP = 32  # rows that are drafted in full before anything is skipped: the prior is a guess until then
 SKIPS_BEFORE_PROBE = 16  # steps without a draft
 SHORTS_BEFORE_PROBE = 32  # steps with a shortened one: late positions are relearned now and then
 PROBE_SPACING = 4  # steps between two probes for a change of batch size, which may change in every step
@@ -201,12 +202,17 @@ class Adaptive:
         return Decision(widths_np=None, budget=record.budget, caps_np=caps.astype(np.int32))
 
     def _lagged_survival(self, plan: StepPlan) -> tuple[Floats, Bools]:
-        """[B, S] what the last step says of this one, the prior where it says nothing; [D] where it does."""
+        """[B, S] what the last step says of this one, the prior where it says nothing; [D] what need not be tried in full.
+
+        Nothing is known of a request that is new to its slot, and it verifies all. After steps without a draft nothing
+        is known of anyone, yet the engine knows why it skipped: there the prior decides like any other survival, or a
+        probing step would verify S drafts of every sequence just where that does not pay.
+        """
         lagged = self.store.lookup(plan)
         classes = _classes(plan)
         survival = self.survival.extend(self.survival.fresh(lagged.signal_np, classes), lagged.lengths_np, classes)
         survival = self.survival.predict(survival, classes)
-        return self._with_prior(plan, survival, lagged.known_np, classes), lagged.known_np
+        return self._with_prior(plan, survival, lagged.known_np, classes), lagged.known_np | lagged.stale_np
 
     def _fresh_survival(self, plan: StepPlan) -> tuple[Floats, Bools]:
         """[B, S] what the draft of this very step says; nothing is unknown once its report was observed."""
@@ -318,6 +324,7 @@ class _DraftLengths:
         self.sizes: list[int] = sorted({0, num_drafts, *(2**i for i in range(num_drafts.bit_length()))})
         self._full = num_drafts
         self._num_decode = 0
+        self._seen = 0  # rows drafted in full
         self._skipped = 0
         self._shortened = 0
         self._since_probe = PROBE_SPACING
@@ -327,7 +334,9 @@ class _DraftLengths:
         self._changed |= num_decode != self._num_decode
         self._num_decode = num_decode
         due = self._changed and self._since_probe >= PROBE_SPACING
-        return due or self._skipped >= SKIPS_BEFORE_PROBE or self._shortened >= SHORTS_BEFORE_PROBE
+        return (
+            due or self._seen < WARM_UP or self._skipped >= SKIPS_BEFORE_PROBE or self._shortened >= SHORTS_BEFORE_PROBE
+        )
 
     def chosen(self, length: int, probed: bool) -> int:
         self._skipped = self._skipped + 1 if length == 0 else 0
@@ -335,6 +344,7 @@ class _DraftLengths:
         self._since_probe = 0 if probed else self._since_probe + 1
         if length == self._full:
             self._changed = False
+            self._seen += self._num_decode
         return length
 
 
