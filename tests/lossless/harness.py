@@ -33,9 +33,9 @@ class Run:
     totals: SpecCounters
 
 
-def scripted_cost() -> CostModel:
+def scripted_cost(row_ms: float = 0.5, fixed_ms: float = 4.0) -> CostModel:
     """Verification dear enough that widths matter, drafting cheap enough that it is worth it."""
-    return CostModel(LinearCost(4.0, 0.5, 0.0, 0.0), DraftTimes.constant(0.1), corrects=False)
+    return CostModel(LinearCost(fixed_ms, row_ms, 0.0, 0.0), DraftTimes.constant(0.05), corrects=False)
 
 
 def run(
@@ -65,7 +65,11 @@ def run(
 
 
 def judge(
-    models: Models, mode: str, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], plain: Run,
+    models: Models,
+    mode: str,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    plain: Run,
     other: Run,
 ) -> tuple[Outcome, str]:
     """Compare a speculating run with the plain one; the text says what was found."""

@@ -9,10 +9,11 @@ from functools import cache
 import pytest
 
 from slipstream.config import MODES, SamplingParams
+from slipstream.decide.cost import CostModel
 from slipstream.draft.base import Drafter
 from slipstream.llm import Models
 from slipstream.testing import TableDrafter, next_token_table, tiny_models, tiny_spec
-from tests.lossless.harness import Run, judge, run
+from tests.lossless.harness import Run, judge, run, scripted_cost
 
 SPECULATING = [mode for mode in MODES if mode != "off"]
 VOCAB = 20  # few enough tokens for random drafters to be right now and then
@@ -24,7 +25,7 @@ MOST = {"dspark": 8, "dflash": 7, "table": 12}
 def params_for(temperature: float) -> list[SamplingParams]:
     top_p = 0.9 if temperature else 1.0
     return [
-        SamplingParams(temperature=temperature, top_p=top_p, seed=1000 + i, max_tokens=10 + i % 5)
+        SamplingParams(temperature=temperature, top_p=top_p, seed=1000 + i, max_tokens=10 + i % 5, ignore_eos=i % 2 > 0)
         for i in range(len(PROMPTS))
     ]
 
@@ -46,19 +47,24 @@ def drafter_for(name: str, temperature: float) -> Drafter | None:
     return TableDrafter(next_token_table(answers, VOCAB), MOST["table"])
 
 
+def cost_for(name: str, num_drafts: int) -> CostModel:
+    """A single draft is priced so that it is verified or not: it must promise .28, from the often right table .5."""
+    if num_drafts > 1:
+        return scripted_cost()
+    return scripted_cost(row_ms=1.1 if name == "table" else 0.4, fixed_ms=1.0)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("concurrency", [1, 8])
 @pytest.mark.parametrize("size", ["one", "seven", "most"])
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("mode", SPECULATING)
-def test_token_ids_equal_plain_decoding(
-    mode: str, name: str, size: str, concurrency: int, temperature: float
-) -> None:
+def test_token_ids_equal_plain_decoding(mode: str, name: str, size: str, concurrency: int, temperature: float) -> None:
     num_drafts = {"one": 1, "seven": 7, "most": MOST[name]}[size]
     params = params_for(temperature)
     other = run(
         models_with(name), mode, PROMPTS, params, num_drafts=num_drafts, concurrency=concurrency,
-        drafter=drafter_for(name, temperature),
+        drafter=drafter_for(name, temperature), cost=cost_for(name, num_drafts),
     )  # fmt: skip
     outcome, found = judge(models_with(name), mode, PROMPTS, params, plain_run(temperature), other)
     assert outcome == "equal", found
