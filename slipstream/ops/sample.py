@@ -77,8 +77,8 @@ def _smallest_prefix(key: Tensor, bits: int, weight: Tensor, need: Tensor) -> Te
     Finds the last key of the prefix by radix selection, at a fifth of the cost of sorting the row: a histogram of
     weights over 11 bits of the key, then over the next 11 within the bucket that crosses `need`. Sums are float64,
     in which fp32 weights above 2^-29 add up exactly, in any order.
-    key [R, V] non-negative integers of `bits` bits; weight [R, V] float64, equal where keys are equal. Keys of NaN
-    and of unsampled rows give an arbitrary mask, never an error.
+    key [R, V] non-negative integers of `bits` bits; weight [R, V] float64, among equal keys one value or 0. Keys of
+    NaN and of unsampled rows give an arbitrary mask, never an error.
     """
     prefix = torch.zeros_like(key[:, :1])
     need = need[:, None]
@@ -96,7 +96,7 @@ def _smallest_prefix(key: Tensor, bits: int, weight: Tensor, need: Tensor) -> Te
         crossing = (cumulative < need).sum(1, keepdim=True).clamp_(size, 2 * size - 1)
         prefix = (prefix << width) + (crossing - size).to(key.dtype)
     before, through = cumulative.gather(1, crossing - 1), cumulative.gather(1, crossing)
-    tied = key == prefix
+    tied = (key == prefix) & (weight > 0)
     tie_rank = tied.cumsum(1, dtype=torch.int32)  # among equal logits the lower ids come first
     num_ties_kept = ((need - before) / (through - before) * tie_rank[:, -1:]).ceil()
     return (key < prefix) | tied & (tie_rank <= num_ties_kept)

@@ -1,0 +1,43 @@
+"""No sampling op reads a device value on the host: seen from below, where every such read passes."""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slipstream.ops.noise import CounterSource, gumbel
+from slipstream.ops.rank import rank
+from slipstream.ops.reject import count_accepted_coupled, draft_sample, reject
+from slipstream.ops.sample import coupled_targets, filter_logits, invalid_rows, probabilities
+
+
+class NoHostReads(TorchDispatchMode):
+    """Raises where a result would have to leave the device, or has a shape that depends on values."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "item", "unique")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert not any(name == wait or name.startswith(f"{wait}_") for wait in self.WAITS), (
+            f"{name} waits for the device"
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_of_every_op_reads_nothing() -> None:
+    size, num_drafts, vocab = 3, 2, 17
+    logits = torch.randn(size * (num_drafts + 1), vocab)
+    rows = torch.full((len(logits),), 0.8)
+    seeds, heat = torch.arange(size), torch.tensor([0.0, 1.0, 0.7])
+    source, widths = CounterSource(), torch.tensor([2, 0, 1])
+    with NoHostReads():
+        filtered = filter_logits(logits, rows, torch.full((9,), 5), torch.full((9,), 0.9))
+        noise = gumbel(seeds.repeat(3), torch.arange(9), vocab)
+        gumbel(seeds, seeds, vocab, torch.tensor([3, 1]))
+        targets = coupled_targets(filtered, rows, noise).view(size, -1)
+        invalid_rows(logits)
+        pairs = [draft_sample(logits[:size], heat, seeds, seeds, j, source) for j in range(num_drafts)]
+        drafts, probs = (torch.stack(x, dim=1) for x in zip(*pairs, strict=True))
+        count_accepted_coupled(drafts, targets, widths)
+        reject(drafts, probs, probabilities(filtered, rows).view(size, -1, vocab), widths, seeds, seeds, source)
+        rank(torch.rand(size, num_drafts).cumprod(1), widths, 3, torch.tensor([True, False, True]))
