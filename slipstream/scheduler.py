@@ -53,7 +53,8 @@ class Scheduler:
         self.num_preemptions = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._generations = [-1] * limits.max_num_seqs
-        self._page_writes: list[tuple[int, int, int]] = []  # (slot, index, page) since the last plan
+        # (slot, index) -> page since the last plan. Once per place: a device may do its writes in any order.
+        self._page_writes: dict[tuple[int, int], int] = {}
         self._step = 0
 
     @property
@@ -104,7 +105,7 @@ class Scheduler:
             self.pages.give(surplus)
             assert request.slot is not None
             # The page table must not keep pointing at pages that others may own by then.
-            self._page_writes += [(request.slot, keep + i, NULL_PAGE) for i in range(len(surplus))]
+            self._page_writes |= {(request.slot, keep + i): NULL_PAGE for i in range(len(surplus))}
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Take a request out, wherever it is. What of it lies in flight is dropped later, by its generation."""
@@ -145,7 +146,7 @@ class Scheduler:
     def _reserve(self, request: Request, count: int) -> None:
         assert request.slot is not None
         for page in self.pages.take(count):
-            self._page_writes.append((request.slot, len(request.pages), page))
+            self._page_writes[request.slot, len(request.pages)] = page
             request.pages.append(page)
 
     def _prefill_rows(self, budget: int, may_admit: bool) -> tuple[list[_Row], list[Admission]]:
@@ -197,7 +198,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         assert request.slot is not None
-        self._page_writes = [write for write in self._page_writes if write[0] != request.slot]
+        self._page_writes = {place: page for place, page in self._page_writes.items() if place[0] != request.slot}
         self.pages.give(request.pages)
         self._free_slots.append(request.slot)
         self.running.remove(request)
@@ -213,7 +214,7 @@ class Scheduler:
         for row in prefilling:
             row.request.planned_prefill += row.num_given
         self._step += 1
-        self._page_writes = []
+        self._page_writes = {}
         return plan
 
     def _plan(self, rows: list[_Row], num_decode: int, admissions: list[Admission]) -> StepPlan:
@@ -235,7 +236,7 @@ class Scheduler:
             context_upper_bound_np=np.array([request.context_upper_bound for request in requests], np.int32),
             sampled_np=np.array(sampled, np.bool_),
             admissions=tuple(admissions),
-            page_writes_np=np.array(self._page_writes, np.int32).reshape(-1, 3),
+            page_writes_np=np.array([(*place, page) for place, page in self._page_writes.items()], np.int32).reshape(-1, 3),
             any_sampled=bool(emitting),
             any_top_k=any(request.params.top_k > 0 for request in emitting),
             any_top_p=any(request.params.top_p < 1 for request in emitting),
