@@ -1,0 +1,138 @@
+"""A scheduler with a device that exists on paper only: it moves contexts and page tables as the real one does.
+
+`PaperDevice.launch` takes a plan as the engine's `load` would, `collect` makes up what the step brought and commits it.
+Every launch checks that each row's KV lands in a page that its request owns.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from slipstream.cache.pages import NUM_RESERVED_PAGES, PageAllocator
+from slipstream.commit import Delta, commit
+from slipstream.config import SamplingParams
+from slipstream.plan import StepPlan, StepResult
+from slipstream.request import Request
+from slipstream.scheduler import NoPlan, Scheduler, SchedulerLimits
+
+EOS = 1
+PAGE_SIZE = 4
+
+# (row of the plan, most drafts) -> (width, accepted)
+Outcome = Callable[[int, int], tuple[int, int]]
+
+
+def full(row: int, cap: int) -> tuple[int, int]:
+    return cap, cap
+
+
+def rejected(row: int, cap: int) -> tuple[int, int]:
+    return cap, 0
+
+
+def make_scheduler(
+    *, pages: int = 100, slots: int = 4, tokens: int = 64, max_len: int = 64, drafts: int = 3, draft_context: int = 1 << 30
+) -> Scheduler:
+    """`pages` can be owned; the reserved ones come on top."""
+    limits = SchedulerLimits(
+        max_num_seqs=slots, max_num_batched_tokens=tokens, max_model_len=max_len, max_drafts=drafts,
+        max_draft_context=draft_context,
+    )  # fmt: skip
+    return Scheduler(limits, PageAllocator(pages + NUM_RESERVED_PAGES, PAGE_SIZE))
+
+
+def make_request(uid: int, prompt: int = 5, max_tokens: int = 50, **params: object) -> Request:
+    return Request(
+        uid=uid, prompt_ids=tuple(range(2, 2 + prompt)), params=SamplingParams(max_tokens=max_tokens, **params), seed=uid,
+        eos_token_ids=frozenset([EOS]),
+    )  # fmt: skip
+
+
+def check_invariants(scheduler: Scheduler) -> None:
+    """Every page is free or owned once, and so is every slot; requests that hold nothing wait or have ended."""
+    pages = scheduler.pages
+    owned = [page for request in scheduler.running for page in request.pages]
+    everything = list(range(NUM_RESERVED_PAGES, pages.num_pages))
+    assert sorted(owned + pages._free) == everything
+    assert pages.num_free + pages.num_used == len(everything)
+    slots = [request.slot for request in scheduler.running]
+    assert sorted(slots + scheduler._free_slots) == list(range(scheduler.limits.max_num_seqs))
+    assert all(request.slot is None and not request.pages for request in scheduler.waiting)
+    assert not any(request.is_finished for request in [*scheduler.running, *scheduler.waiting])
+    for request in scheduler.running:
+        assert request.context <= request.context_upper_bound
+        assert pages.pages_for(request.context_upper_bound) <= len(request.pages)
+
+
+class PaperDevice:
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.requests: dict[int, Request] = {}
+        self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self.context: dict[int, int] = {}  # by slot
+        self.table: dict[tuple[int, int], int] = {}  # (slot, index) -> page
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add(request)
+            self.requests[request.uid] = request
+
+    def abort(self, uid: int) -> None:
+        self.scheduler.finish(self.requests.pop(uid), "abort")
+
+    def launch(self, outcome: Outcome = full, token: Callable[[int], int] = lambda position: 9) -> StepPlan | NoPlan:
+        """Plan a step and run it; what it brought can be collected later."""
+        plan = self.scheduler.schedule()
+        if isinstance(plan, StepPlan):
+            self.load(plan)
+            self.in_flight.append((plan, self.run(plan, outcome, token)))
+        return plan
+
+    def load(self, plan: StepPlan) -> None:
+        for admission in plan.admissions:
+            self.context[admission.slot] = 0
+            self.table = {key: page for key, page in self.table.items() if key[0] != admission.slot}
+        places = [(slot, index) for slot, index, _ in plan.page_writes_np.tolist()]
+        assert len(places) == len(set(places)), "the order of two writes to one place is undefined on a device"
+        self.table |= {(slot, index): page for slot, index, page in plan.page_writes_np.tolist()}
+
+    def run(self, plan: StepPlan, outcome: Outcome, token: Callable[[int], int]) -> StepResult:
+        widths, accepted = np.zeros((2, plan.num_sequences), np.int32)
+        most = int(plan.caps_np.max(initial=0))
+        token_ids = np.zeros((plan.num_sequences, most + 1), np.int32)
+        for row, (slot, uid) in enumerate(zip(plan.slots_np.tolist(), plan.uids_np.tolist(), strict=True)):
+            context, given, cap = self.context[slot], int(plan.num_given_np[row]), int(plan.caps_np[row])
+            assert context <= plan.context_upper_bound_np[row]
+            widths[row], accepted[row] = outcome(row, cap) if row < plan.num_decode else (0, 0)
+            assert accepted[row] <= widths[row] <= cap
+            self._check_write_window(uid, slot, context, context + given + int(widths[row]))
+            first = context + given
+            token_ids[row, : accepted[row] + 1] = [token(first + j) for j in range(accepted[row] + 1)]
+            self.context[slot] = first + int(accepted[row])
+        return StepResult(
+            step=plan.step, widths_np=widths, num_accepted_np=accepted, token_ids_np=token_ids,
+            invalid_np=np.zeros(plan.num_sequences, np.bool_),
+        )  # fmt: skip
+
+    def _check_write_window(self, uid: int, slot: int, start: int, end: int) -> None:
+        request = self.requests.get(uid)
+        if request is None or request.slot != slot:
+            return  # it ended while the step lay in flight
+        for position in range(start, end):
+            assert self.table[slot, position // PAGE_SIZE] in request.pages, (uid, position)
+
+    def collect(self, invalid: Sequence[int] = ()) -> list[Delta]:
+        """Commit the oldest step in flight; `invalid` are rows whose logits were not finite."""
+        plan, result = self.in_flight.popleft()
+        result.invalid_np[list(invalid)] = True
+        deltas = commit(plan, result, self.requests, self.scheduler)
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                del self.requests[delta.request.uid]
+        return deltas
+
+    def step(self, outcome: Outcome = full, token: Callable[[int], int] = lambda position: 9) -> list[Delta]:
+        """The plain loop."""
+        assert isinstance(self.launch(outcome, token), StepPlan)
+        return self.collect()
