@@ -11,6 +11,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -68,8 +69,17 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(0)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"slipstream {metadata.version('slipstream')}")
+        raise typer.Exit
+
+
 @app.callback()
 def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what was chosen at start, and why.")] = False,
 ) -> None:
     """Speculative decoding with block drafters, verifying as many drafts as pay off."""
@@ -173,7 +183,7 @@ def bench(
     ] = None,
     concurrency: Annotated[str | None, typer.Option(help="Requests at a time, or several: 1,8. Default: 1.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with turns. Default: a sample of gsm8k.")] = None,
-    requests: Annotated[int | None, typer.Option(help="Prompts per wave. Default: 4.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Prompts per wave. Default: 4, or concurrency.")] = None,
     waves: Annotated[int | None, typer.Option(help="How often all modes take turns. Default: 3.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Output tokens at most. Default: 128.")] = None,
     temperature: Temperature = None,

@@ -31,7 +31,7 @@ class BenchResult:
 
 def run(options: BenchOptions, say: Callable[[str], None]) -> BenchResult:
     """Measure all cases; `say` gets one line per thing done."""
-    conversations = read_prompts(options.prompts, options.requests)
+    conversations = read_prompts(options.prompts, options.num_requests)
     models = load_models(
         options.model, options.draft, dtype=_engine(options, "dtype"), device=_engine(options, "device")
     )
@@ -39,7 +39,7 @@ def run(options: BenchOptions, say: Callable[[str], None]) -> BenchResult:
     llms = [start(models, case, options, conversations, say) for case in cases]
     found = {**ceilings.ceilings(models.target), **step_times(llms)}
     say(ceiling_line(found))
-    params = request_params(options.sampling, options.requests)
+    params = request_params(options.sampling, options.num_requests)
     waves: list[list[Wave]] = [[] for _ in cases]
     first: list[tuple[Completion, ...]] = []
     for number in range(options.waves):

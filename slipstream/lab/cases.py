@@ -13,6 +13,7 @@ IGNORED_BY_MODE: Mapping[str, frozenset[str]] = {
     "static": frozenset({"confidence_signal", "adaptive_speculative_min_gain", "cost_model", "calibration"}),
     "lag-budget": frozenset({"adaptive_speculative_min_gain"}),
 }
+DEFAULT_REQUESTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,7 @@ class BenchOptions:
     num_speculative_tokens: tuple[int | None, ...] = (None,)  # None: the drafter's default
     concurrency: tuple[int, ...] = (1,)
     prompts: Path | None = None  # None: the built-in sample
-    requests: int = 4
+    requests: int | None = None  # per wave; None: 4, or as many as run at a time
     waves: int = 3
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=128))
     probe: bool = False  # record spans, for the figures of the critical path
@@ -50,11 +51,21 @@ class BenchOptions:
         for name, value in (("waves", self.waves), *(("concurrency", c) for c in self.concurrency)):
             if value < 1:
                 raise ConfigError(f"{name} holds {value}; it must be 1 or more")
+        if self.num_requests < max(self.concurrency):
+            raise ConfigError(
+                f"concurrency {max(self.concurrency)} with {self.num_requests} requests: there is never so much to do; "
+                "raise requests or lower concurrency"
+            )
         if self.draft is None and self.modes != ("off",):
             raise ConfigError("modes other than off need a drafter; name one with --draft")
         for name in self.speculative:
             if all(name in IGNORED_BY_MODE.get(mode, ()) for mode in self.modes):
                 raise ConfigError(f"{name}: no effect in mode {', '.join(self.modes)}")
+
+    @property
+    def num_requests(self) -> int:
+        """Prompts per wave."""
+        return max(DEFAULT_REQUESTS, *self.concurrency) if self.requests is None else self.requests
 
     def cases(self) -> list[Case]:
         """In the order in which they take turns: plain decoding once for each concurrency, first."""

@@ -50,7 +50,7 @@ def show(result: BenchResult, out: Console) -> None:
     """Prompts, each with its answers by mode, and the table."""
     tokenizer = load_tokenizer(resolve_target(OPTIONS.model))
     out.print(Text("text from accepted drafts is ").append("green", style=ACCEPTED))
-    for index, messages in enumerate(read_prompts(OPTIONS.prompts, OPTIONS.requests)):
+    for index, messages in enumerate(read_prompts(OPTIONS.prompts, OPTIONS.num_requests)):
         out.print(Rule(f"prompt {index + 1}", style="dim"))
         out.print(Text(messages[0]["content"], style="italic"))
         for case, completions in zip(result.cases, result.completions, strict=True):

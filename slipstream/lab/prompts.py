@@ -21,7 +21,9 @@ def read_prompts(path: Path | None, count: int) -> list[Messages]:
     lines = [line for line in _text(path).splitlines() if line.strip()]
     name = prompts_name(path)
     if len(lines) < count:
-        raise RequestError(f"{name} has {len(lines)} prompts and {count} were asked for; lower --requests")
+        raise RequestError(
+            f"{name} has {len(lines)} prompts and {count} were asked for; name a longer file, or lower requests"
+        )
     return [
         [{"role": "user", "content": _first_turn(line, f"{name}, line {n}")}] for n, line in enumerate(lines[:count], 1)
     ]

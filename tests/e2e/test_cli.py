@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from slipstream import __version__
 from slipstream.cli import main
 
 MODES = ("off", "static", "adaptive", "lag", "lag-budget")
@@ -214,6 +215,11 @@ def test_wrong_values_are_named(run: Run, tiny: list[str], flags: list[str], say
     refuses(run("generate", "hello", *tiny, *flags), 2, *says)
 
 
+def test_version(run: Run) -> None:
+    outcome = run("--version")
+    assert (outcome.code, outcome.out) == (0, f"slipstream {__version__}\n")
+
+
 def test_an_unknown_flag_is_wrong_use(run: Run) -> None:
     outcome = run("generate", "hello", "--temprature", 1)
     assert outcome.code == 2
@@ -299,6 +305,7 @@ def test_a_drafter_that_does_not_fit_is_refused(
     [
         (["--modes", "off,fast"], ["'fast'", "lag-budget"]),
         (["--concurrency", "one"], ["concurrency is 'one'"]),
+        (["--concurrency", "8", "--requests", "4"], ["concurrency 8 with 4 requests"]),
         (["--concurrency", "0"], ["concurrency holds 0"]),
         (["--waves", "0"], ["waves holds 0"]),
         (["--requests", "99"], ["16 prompts", "99"]),
