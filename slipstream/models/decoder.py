@@ -8,18 +8,22 @@ Shapes: R rows, H hidden size, V vocabulary, K taps, hd head size.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.models.layers import Attend, PackedLinear, RMSNorm, Rotary
+from slipstream.models.layers import Attend, Map, PackedLinear, RMSNorm, Rotary
 from slipstream.models.spec import DecoderSpec
+from slipstream.ops.linear import linear
 from slipstream.ops.rope import apply_rope
 
 Dtype = torch.dtype | None
 Device = torch.device | str | None
+# A layer as a function: (x [R, H], cos [R, hd], sin [R, hd], attend) -> [R, H]
+LayerFunction = Callable[[Tensor, Tensor, Tensor, Attend], Tensor]
 
 
 class Attention(nn.Module):
@@ -32,22 +36,38 @@ class Attention(nn.Module):
         rows = (spec.num_q_dims, spec.num_kv_dims, spec.num_kv_dims)
         self.qkv_proj = PackedLinear(spec.hidden_size, rows, spec.qkv_bias, dtype, device)
         self.o_proj = PackedLinear(spec.num_q_dims, (spec.hidden_size,), spec.o_bias, dtype, device)
-        self.qk_norm = spec.qk_norm
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
         if spec.qk_norm:
             self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, dtype, device)
             self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, dtype, device)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """x [R, H], cos and sin [R, hd] -> [R, H]."""
-        num_qk = self.num_heads + self.num_kv_heads
-        heads: Tensor = self.qkv_proj(x).view(-1, num_qk + self.num_kv_heads, self.head_dim)
-        qk, v = heads[:, :num_qk], heads[:, num_qk:]
-        if self.qk_norm:
-            qk = torch.cat((self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), dim=1)
-        qk = apply_rope(qk, cos, sin)  # queries and keys share positions: one rotation for both
-        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        out: Tensor = self.o_proj(attend(self.layer, q, k, v))
-        return out
+    def bind(self) -> LayerFunction:
+        project, project_out, layer, shape = self.qkv_proj.bind(), self.o_proj.bind(), self.layer, (-1, self.head_dim)
+        norm_heads = self._bind_head_norms()
+        q_and_k = (self.num_heads, self.num_kv_heads)
+        qk_and_v = (self.num_heads + self.num_kv_heads, self.num_kv_heads)
+
+        def attention(x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+            heads = project(x).view(x.shape[0], *shape)
+            qk, v = heads.split_with_sizes(qk_and_v, 1)
+            if norm_heads is not None:
+                qk = norm_heads(qk)
+            q, k = apply_rope(qk, cos, sin).split_with_sizes(q_and_k, 1)  # one rotation: they share positions
+            return project_out(attend(layer, q, k, v))
+
+        return attention
+
+    def _bind_head_norms(self) -> Map | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        norm_q, norm_k, sizes = self.q_norm.bind(), self.k_norm.bind(), (self.num_heads, self.num_kv_heads)
+
+        def norm_heads(qk: Tensor) -> Tensor:
+            q, k = qk.split_with_sizes(sizes, 1)
+            return torch.cat((norm_q(q), norm_k(k)), dim=1)
+
+        return norm_heads
 
 
 class MLP(nn.Module):
@@ -59,10 +79,14 @@ class MLP(nn.Module):
         self.gate_up_proj = PackedLinear(spec.hidden_size, (inner, inner), spec.mlp_bias, dtype, device)
         self.down_proj = PackedLinear(inner, (spec.hidden_size,), spec.mlp_bias, dtype, device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        out: Tensor = self.down_proj(F.silu(gate) * up)
-        return out
+    def bind(self) -> Map:
+        project, project_down = self.gate_up_proj.bind(), self.down_proj.bind()
+
+        def mlp(x: Tensor) -> Tensor:
+            gate, up = project(x).chunk(2, dim=-1)
+            return project_down(F.silu(gate) * up)
+
+        return mlp
 
 
 class Layer(nn.Module):
@@ -75,14 +99,23 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype, device)
         self.mlp = MLP(spec, dtype, device)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+    def bind(self) -> LayerFunction:
+        attention, mlp = self.self_attn.bind(), self.mlp.bind()
+        norm_attention, norm_mlp = self.input_layernorm.bind(), self.post_attention_layernorm.bind()
+
+        def layer(x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+            x = x + attention(norm_attention(x), cos, sin, attend)
+            return x + mlp(norm_mlp(x))
+
+        return layer
 
 
 class Decoder(nn.Module):
-    """A target model. Its weights are frozen; arbitrary until loaded (`models.weights`) or drawn (`init_random`)."""
+    """A target model. Its weights are frozen, and arbitrary until loaded (`models.weights`) or drawn by `init_random`.
+
+    The modules hold the weights under the names of files; what runs is `functions`, the layers bound to them (see
+    `PackedLinear.bind`), so hooks of the layers are not called.
+    """
 
     def __init__(self, spec: DecoderSpec, dtype: Dtype = None, device: Device = None) -> None:
         super().__init__()
@@ -97,6 +130,18 @@ class Decoder(nn.Module):
         self.rotary = Rotary(spec.rope, spec.head_dim, spec.max_position_embeddings, device)
         self.requires_grad_(False)
         self.eval()
+        self.functions = self._bind()
+
+    def _bind(self) -> list[LayerFunction]:
+        return [layer.bind() for layer in self.layers if isinstance(layer, Layer)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles bind anew: a function would keep the weights of the original."""
+        return {name: value for name, value in self.__dict__.items() if name != "functions"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.functions = self._bind()
 
     @property
     def head_weight(self) -> Tensor:
@@ -117,8 +162,8 @@ class Decoder(nn.Module):
         """
         cos, sin = self.rotary.table(positions)
         x = self.embed(token_ids)
-        tapped = {-1: x} if -1 in taps else {}
-        for index, layer in enumerate(self.layers):
+        tapped = {-1: x}
+        for index, layer in enumerate(self.functions):
             x = layer(x, cos, sin, attend)
             if index in taps:
                 tapped[index] = x
@@ -127,10 +172,10 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., H] -> [..., V] in the model's dtype."""
-        return F.linear(hidden, self.head_weight)
+        return linear(hidden, self.head_weight)
 
     @torch.no_grad()
-    def init_random(self, seed: int, std: float = 0.02) -> "Decoder":
+    def init_random(self, seed: int, std: float = 0.02) -> Self:
         """Normal weights and biases of deviation `std`, norms around 1; equal for equal seeds on every device."""
         generator = torch.Generator(device="cpu").manual_seed(seed)
         for name, parameter in itertools.chain(self.named_parameters(), self.named_buffers()):

@@ -6,6 +6,7 @@ tests, data capture and the trainer `DenseAttend`. Nothing here loads files or k
 Shapes: R rows (tokens of any requests, flattened), H hidden size, hd head size.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
@@ -15,7 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.models.spec import DecoderSpec, RopeSpec
+from slipstream.ops.linear import linear
 from slipstream.ops.norm import rms_norm
+
+Map = Callable[[Tensor], Tensor]
 
 
 class Attend(Protocol):
@@ -39,6 +43,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
+    def bind(self) -> Map:
+        """This norm as a plain function, see `PackedLinear.bind`."""
+        return functools.partial(rms_norm, weight=self.weight, eps=self.eps)
+
 
 class PackedLinear(nn.Linear):
     """Several linear layers over one input as one: the rows of its weight are its parts, in order.
@@ -59,6 +67,17 @@ class PackedLinear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Leave the memory as it is: initialising what is about to be loaded costs seconds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+    def bind(self) -> Map:
+        """This layer as a plain function of x.
+
+        Calling a module and looking up its parameters costs more than a small operation of one row; a network that
+        is run step after step binds its layers once. Loading and moving change parameters in place and stay visible.
+        """
+        return functools.partial(linear, weight=self.weight, bias=self.bias)
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:

@@ -1,5 +1,7 @@
 """The decoder against transformers in fp32: logits, tapped features, RoPE scalings, windows, biases, both heads."""
 
+import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from slipstream.models.layers import DenseAttend, Rotary, inverse_frequencies
 from slipstream.models.locate import resolve_target
 from slipstream.models.spec import FULL, SLIDING, DecoderSpec, RopeSpec
 from slipstream.models.weights import destinations, load_decoder
+from slipstream.ops.linear import prepack
 from tests.models.hf import LLAMA3, YARN, distance, reference, saved
 
 TOLERANCE = 1e-4
@@ -138,6 +141,30 @@ def test_random_weights_are_frozen_seeded_and_independent_of_dtype(target_spec: 
     assert not torch.equal(first.embed_tokens.weight, other.embed_tokens.weight)
     assert not any(parameter.requires_grad for parameter in first.parameters())
     assert not first.training
+
+
+def test_a_copy_runs_on_its_own_weights(target_spec: DecoderSpec) -> None:
+    first = Decoder(target_spec).init_random(1, std=0.1)
+    second = copy.deepcopy(first).init_random(2, std=0.1)
+    fresh = Decoder(target_spec).init_random(2, std=0.1)
+    assert torch.equal(run(second, TOKENS % 64)[0], run(fresh, TOKENS % 64)[0])
+    assert not torch.equal(run(first, TOKENS % 64)[0], run(second, TOKENS % 64)[0])
+
+
+def test_moving_and_loading_reach_what_runs(target_spec: DecoderSpec) -> None:
+    decoder, other = Decoder(target_spec).init_random(1, std=0.1), Decoder(target_spec).init_random(2, std=0.1)
+    decoder.load_state_dict(other.state_dict())
+    assert torch.equal(run(decoder, TOKENS % 64)[0], run(other, TOKENS % 64)[0])
+    assert run(decoder.to(torch.float64).to(torch.bfloat16), TOKENS % 64)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 24])
+def test_prepacked_weights_change_no_bit(target_spec: DecoderSpec, rows: int) -> None:
+    decoder = Decoder(dataclasses.replace(target_spec, qkv_bias=True), dtype=torch.bfloat16).init_random(1, std=0.1)
+    before = run(decoder, TOKENS[:rows] % 64)[0]
+    prepack(decoder)
+    assert torch.equal(run(decoder, TOKENS[:rows] % 64)[0], before)
+    assert not prepack(Decoder(target_spec)), "fp32 has nothing to gain"
 
 
 def test_smollm2_logits_equal_transformers_on_the_same_weights() -> None:

@@ -1,0 +1,62 @@
+"""Products with weights, and a faster layout for those that are only served, on a CPU in bf16.
+
+oneDNN rearranges a bf16 matrix every time it multiplies by it, which for a few rows takes longer than the product.
+`prepack` does that once and keeps the result beside the weight; `linear` uses it. Results are equal to the bit.
+Measured on 2 cores of an EPYC (Zen 5, avx512_bf16), all matrices of SmolLM2-135M but the head: 1 row 17.6 -> 9.8 ms,
+8 rows 22.4 -> 10.7, 32 rows 34.5 -> 22.8; head at 1 row 3.0 -> 1.7. The price is the memory of a second copy.
+Called by every layer of target and drafters; `prepack` by whoever loads models for serving, never for training.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_LAYOUT = "slipstream_onednn_layout"  # attribute of a weight that was prepacked
+_ROWS_HINT = 8  # the layout chosen for few rows; it serves any number
+
+
+def _onednn(name: str) -> Callable[..., Any] | None:
+    """An operator that torch's own compiler emits for frozen CPU models; builds without oneDNN lack it."""
+    try:
+        operator: Callable[..., Any] = getattr(torch.ops.mkldnn, name).default
+    except AttributeError:
+        return None
+    return operator
+
+
+_MULTIPLY = _onednn("_linear_pointwise")
+_REORDER = _onednn("_reorder_linear_weight")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., I], weight [O, I], bias [O] -> x weight^T + bias [..., O]."""
+    packed = getattr(weight, _LAYOUT, None)
+    if packed is None or _MULTIPLY is None:
+        return F.linear(x, weight, bias)
+    product: Tensor = _MULTIPLY(x, packed, bias, "none", [], "")
+    return product
+
+
+@torch.no_grad()
+def prepack(*modules: nn.Module) -> bool:
+    """Prepare every matrix that `linear` meets in these modules, where that helps; returns whether it did.
+
+    Frozen matrices only: a later change of the weight would not reach the copy. Embedding tables count too, since a
+    tied head multiplies by them.
+    """
+    weights = [w for module in modules for w in module.parameters() if w.dim() == 2 and _gains(w)]
+    for weight in weights:
+        assert _REORDER is not None
+        if not hasattr(weight, _LAYOUT):
+            setattr(weight, _LAYOUT, _REORDER(weight.detach(), _ROWS_HINT))
+    return bool(weights)
+
+
+def _gains(weight: Tensor) -> bool:
+    supported = _MULTIPLY is not None and _REORDER is not None and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return (
+        bool(supported) and weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and not weight.requires_grad
+    )
