@@ -1,0 +1,184 @@
+"""From results to tokens: where answers end, what is counted, and which results belong to nobody any more."""
+
+import pytest
+
+from slipstream.plan import StepPlan
+from tests.unit.scheduling import EOS, PaperDevice, check_invariants, full, make_request, make_scheduler, rejected
+
+K = 4
+
+
+def decoding(*requests, **limits):
+    paper = PaperDevice(make_scheduler(drafts=K, **limits))
+    paper.add(*requests)
+    while any(r.slot is None or r.is_prefilling for r in requests):
+        paper.step()
+    return paper
+
+
+def tokens(*values, first):
+    """What the target says at positions first, first + 1, ..."""
+    return lambda position: values[position - first] if 0 <= position - first < len(values) else 9
+
+
+def test_a_step_brings_the_accepted_drafts_and_one_token():
+    request = make_request(0, prompt=5)
+    paper = decoding(request)
+    (delta,) = paper.step(lambda row, cap: (3, 2), tokens(11, 12, 13, 14, first=6))
+    assert delta.token_ids == (11, 12, 13)
+    assert delta.accepted == (True, True, False)
+    assert (delta.width, delta.finish_reason) == (3, None)
+    assert request.output_ids == [9, 11, 12, 13]
+    assert request.accepted == [False, True, True, False]
+    assert request.context == 8  # all but the newest token, the next anchor
+    counters = request.counters
+    assert (counters.steps, counters.drafted, counters.verified) == (1, K, 3)
+    assert (counters.accepted, counters.emitted) == (2, 3)
+    assert (counters.verified_at, counters.accepted_at) == ({1: 1, 2: 1, 3: 1}, {1: 1, 2: 1})
+
+
+def test_the_token_of_a_prefill_is_no_decode_step():
+    request = make_request(0, prompt=5)
+    paper = PaperDevice(make_scheduler(tokens=3))
+    paper.add(request)
+    assert [paper.step()[0].token_ids for _ in range(2)] == [(), (9,)]
+    assert request.counters.steps == request.counters.emitted == 0
+    assert request.context == 5
+    assert request.first_token_s == request.last_token_s > request.submitted_s
+
+
+@pytest.mark.parametrize("kind", ["eos", "stop token"])
+@pytest.mark.parametrize("place", range(K + 1))
+def test_an_answer_ends_at_a_stop_token_in_any_place_of_a_block(place, kind):
+    request = make_request(0, prompt=5, stop_token_ids=(33,))
+    paper = decoding(request)
+    block = [11, 12, 13, 14, 15]
+    block[place] = EOS if kind == "eos" else 33
+    (delta,) = paper.step(full, tokens(*block, first=6))
+    assert delta.finish_reason == request.finish_reason == "stop"
+    assert list(delta.token_ids) == block[: place + 1]
+    assert list(delta.accepted) == [j < K for j in range(place + 1)]
+    counters = request.counters
+    assert (counters.emitted, counters.verified) == (place + 1, K)
+    assert counters.accepted == min(place + 1, K)
+    assert paper.scheduler.pages.num_used == 0 and not paper.scheduler.has_work
+
+
+def test_a_stop_in_the_middle_of_an_accepted_block():
+    """Fault 28: [d1, d2, EOS, d4, d5], all accepted by the target; three were emitted."""
+    request = make_request(0, prompt=5)
+    paper = PaperDevice(make_scheduler(drafts=5))
+    paper.add(request)
+    paper.step()
+    paper.step(full, tokens(11, 12, EOS, 14, 15, 16, first=6))
+    counters = request.counters
+    assert (counters.drafted, counters.verified, counters.accepted, counters.emitted) == (5, 5, 3, 3)
+    assert counters.mean_accepted_length == 3.0
+    assert request.output_ids == [9, 11, 12, EOS]
+
+
+def test_a_stop_token_that_was_rejected_stops_nothing():
+    request = make_request(0, prompt=5)
+    paper = decoding(request)
+    (delta,) = paper.step(lambda row, cap: (4, 1), tokens(11, 12, EOS, EOS, EOS, first=6))
+    assert (delta.token_ids, delta.finish_reason) == ((11, 12), None)
+
+
+def test_ignored_eos_is_a_token_like_others_and_a_stop_token_is_not():
+    request = make_request(0, prompt=5, ignore_eos=True, stop_token_ids=(33,))
+    paper = decoding(request)
+    paper.step(full, tokens(EOS, EOS, 12, EOS, 13, first=6))
+    assert request.output_ids == [9, EOS, EOS, 12, EOS, 13]
+    (delta,) = paper.step(full, tokens(EOS, 33, first=11))
+    assert (delta.token_ids, delta.finish_reason) == ((EOS, 33), "stop")
+
+
+@pytest.mark.parametrize("more", range(1, K + 2))
+def test_max_tokens_ends_an_answer_in_any_place_of_a_block(more):
+    """Caps keep blocks shorter than what is wanted, so only a result larger than planned shows the cut."""
+    request = make_request(0, prompt=5)
+    paper = decoding(request)
+    paper.launch(full, tokens(11, 12, 13, 14, 15, first=6))
+    request.params = make_request(0, max_tokens=1 + more).params
+    (delta,) = paper.collect()
+    assert delta.finish_reason == "length"
+    assert delta.token_ids == (11, 12, 13, 14, 15)[:more]
+    assert request.counters.accepted == min(more, K)
+
+
+def test_stop_goes_before_length():
+    request = make_request(0, prompt=5, max_tokens=3)
+    paper = decoding(request)
+    (delta,) = paper.step(full, tokens(11, EOS, first=6))
+    assert (delta.token_ids, delta.finish_reason) == ((11, EOS), "stop")
+
+
+def test_the_end_of_the_context_is_a_length():
+    request = make_request(0, prompt=5)
+    paper = decoding(request, max_len=9)
+    (delta,) = paper.step(full, tokens(11, 12, 13, first=6))
+    assert delta.finish_reason == "length"
+    assert request.num_known == 9
+
+
+def test_a_row_that_is_not_finite_ends_its_request_only():
+    bad, good = make_request(0, prompt=5), make_request(1, prompt=5)
+    paper = decoding(bad, good)
+    paper.launch(full)
+    paper.launch(full)
+    first, second = paper.collect(invalid=[0])
+    assert (first.request, first.finish_reason, first.token_ids) == (bad, "error", ())
+    assert "not finite" in bad.error
+    assert (second.request, len(second.token_ids)) == (good, K + 1)
+    assert [delta.request for delta in paper.collect()] == [good]  # the later step of the failed one is dropped
+    check_invariants(paper.scheduler)
+
+
+def test_a_result_that_comes_late_is_dropped_even_for_the_same_id():
+    """Fault 18: aborted with two steps in flight, and sent again at once under the same id."""
+    old = make_request(5, prompt=5)
+    paper = decoding(old, slots=1)
+    paper.launch(full)
+    paper.launch(full)
+    paper.abort(5)
+    new = make_request(5, prompt=7)
+    paper.add(new)
+    assert paper.collect() == []  # not admitted yet
+    plan = paper.launch(rejected)
+    assert plan.slots_np.tolist() == [0] and plan.generations_np.tolist() == [1]
+    assert paper.collect() == []  # the slot is the same, its generation is not
+    assert new.output_ids == [] and new.context == 0 and len(new.in_flight) == 1
+    (delta,) = paper.collect()
+    assert (delta.request, delta.token_ids) == (new, (9,))
+    assert old.output_ids == [9]
+    assert new.counters.steps == 0
+
+
+def test_late_results_of_a_chunk_are_dropped_too():
+    old = make_request(5, prompt=9)
+    paper = PaperDevice(make_scheduler(tokens=4, slots=1))
+    paper.add(old)
+    paper.launch()
+    paper.launch()
+    paper.abort(5)
+    new = make_request(5, prompt=3)
+    paper.add(new)
+    paper.launch()
+    assert [paper.collect() for _ in range(2)] == [[], []]
+    assert (new.context, new.planned_prefill) == (0, 3)
+    assert len(paper.collect()) == 1
+
+
+def test_counts_never_fall_below_zero_whatever_ends_when():
+    request, other = make_request(0, prompt=5, max_tokens=7), make_request(1, prompt=5, max_tokens=9)
+    paper = decoding(request, other)
+    while paper.scheduler.has_work:
+        plan = paper.launch(lambda row, cap: (cap, cap // 2))
+        assert not isinstance(plan, StepPlan) or (plan.caps_np >= 0).all()
+        if len(paper.in_flight) == 2 or not isinstance(plan, StepPlan):
+            paper.collect()
+        for each in paper.requests.values():
+            assert each.context >= 0 and each.num_output_lower_bound <= each.params.max_tokens
+    while paper.in_flight:
+        assert paper.collect() == []
+    assert (len(request.output_ids), len(other.output_ids)) == (7, 9)
