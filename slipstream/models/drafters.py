@@ -35,6 +35,7 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.headers import INDEX, TensorHeader
 from slipstream.models.layers import PackedLinear, RMSNorm, Rotary
 from slipstream.models.weights import destinations
+from slipstream.ops.linear import linear
 from slipstream.ops.rope import apply_rope
 
 Dtype = torch.dtype | None
@@ -130,14 +131,14 @@ class MarkovHead(nn.Module):
         """One draft: prev_token_ids [...] target ids, hidden [..., H], state [..., r] -> bias [..., Vd], next state."""
         e = F.embedding(prev_token_ids, self.markov_w1.weight)
         if self.kind == "vanilla":
-            return F.linear(e, self.markov_w2.weight), None
+            return linear(e, self.markov_w2.weight), None
         if self.kind == "gated":
-            return F.linear(torch.sigmoid(self.gate_proj(torch.cat((hidden, e), -1))) * e, self.markov_w2.weight), None
+            return linear(torch.sigmoid(self.gate_proj(torch.cat((hidden, e), -1))) * e, self.markov_w2.weight), None
         state = torch.zeros_like(e) if state is None else state
         gate, candidate, output = self.joint_proj(torch.cat((state, e, hidden), -1)).chunk(3, dim=-1)
         keep = torch.sigmoid(gate)
         next_state = keep * state + (1 - keep) * torch.tanh(candidate)
-        return F.linear(torch.tanh(output), self.markov_w2.weight), next_state
+        return linear(torch.tanh(output), self.markov_w2.weight), next_state
 
 
 class ConfidenceHead(nn.Module):
@@ -257,7 +258,7 @@ class BlockDrafter(nn.Module):
     def base_logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., H] after the final norm -> [..., Vd] in the head's dtype, without the Markov bias."""
         head = self.head_weight
-        return F.linear(hidden.to(head.dtype), head)
+        return linear(hidden.to(head.dtype), head)
 
     def markov_start(self, hidden: Tensor, anchor_ids: Tensor) -> Tensor | None:
         """State before the first draft: hidden [N, n, H] of all rows, anchor_ids [N] -> [N, r], or None if stateless.
