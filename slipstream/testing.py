@@ -133,7 +133,7 @@ def next_token_table(answers: Sequence[Sequence[int]], vocab_size: int) -> list[
     return torch.where(counts.sum(1) > 0, best, torch.arange(vocab_size)).tolist()
 
 
-_READS = ("item", "tolist", "numpy", "nonzero", "cpu", "__bool__", "__int__", "__float__", "__index__")
+_READS = ("item", "tolist", "numpy", "nonzero", "cpu", "__bool__", "__int__", "__float__", "__index__", "__dlpack__")
 
 
 class HiddenRead(AssertionError):
@@ -165,7 +165,10 @@ def forbid_hidden_reads() -> Iterator[None]:
 class _NoDynamicShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Catches reads from inside torch: scalars of tensors, boolean masks, shapes that depend on data."""
 
-    _OPS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "repeat_interleave.Tensor", "equal")
+    _OPS = (
+        "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount",
+        "repeat_interleave.Tensor", "equal", "allclose",
+    )  # fmt: skip
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().removeprefix("aten::")
