@@ -220,6 +220,7 @@ class Scheduler:
     def _plan(self, rows: list[_Row], num_decode: int, admissions: list[Admission]) -> StepPlan:
         requests = [row.request for row in rows]
         sampled = [request.params.temperature > 0 for request in requests]
+        writes = [(slot, index, page) for (slot, index), page in self._page_writes.items()]
         emitting = [request for request, row, s in zip(requests, rows, sampled, strict=True) if row.emits and s]
         return StepPlan(
             step=self._step,
@@ -236,7 +237,7 @@ class Scheduler:
             context_upper_bound_np=np.array([request.context_upper_bound for request in requests], np.int32),
             sampled_np=np.array(sampled, np.bool_),
             admissions=tuple(admissions),
-            page_writes_np=np.array([(*place, page) for place, page in self._page_writes.items()], np.int32).reshape(-1, 3),
+            page_writes_np=np.array(writes, np.int32).reshape(-1, 3),
             any_sampled=bool(emitting),
             any_top_k=any(request.params.top_k > 0 for request in emitting),
             any_top_p=any(request.params.top_p < 1 for request in emitting),

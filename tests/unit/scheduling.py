@@ -32,7 +32,7 @@ def rejected(row: int, cap: int) -> tuple[int, int]:
 
 
 def make_scheduler(
-    *, pages: int = 100, slots: int = 4, tokens: int = 64, max_len: int = 64, drafts: int = 3, draft_context: int = 1 << 30
+    *, pages: int = 100, slots: int = 4, tokens: int = 64, max_len: int = 64, drafts: int = 3, draft_context: int = 9999
 ) -> Scheduler:
     """`pages` can be owned; the reserved ones come on top."""
     limits = SchedulerLimits(
