@@ -34,6 +34,7 @@ from slipstream.metrics import SpecCounters, Timing
 from slipstream.models.checkpoint import DrafterSpec
 from slipstream.models.decoder import Decoder
 from slipstream.models.drafters import BlockDrafter, load_drafter
+from slipstream.models.layers import prepack_networks
 from slipstream.models.locate import resolve_drafter, resolve_target
 from slipstream.models.spec import DecoderSpec
 from slipstream.models.tokenizer import Tokenizer, load_tokenizer
@@ -102,11 +103,12 @@ def load_models(model: str, draft_model: str | None = None, *, dtype: str = "aut
     path = resolve_target(model)
     target = load_decoder(path, kind, on)
     tokenizer = load_tokenizer(path)
-    if draft_model is None:
-        return Models(target, tokenizer, None, model, None, None, tuple(notes))
-    folder = resolve_drafter(draft_model)
-    network = load_drafter(folder, target, kind, on)
-    notes.append(("layout", network.spec.layout, network.spec.layout_reason))
+    folder = None if draft_model is None else resolve_drafter(draft_model)
+    network = None if folder is None else load_drafter(folder, target, kind, on)
+    if network is not None:
+        notes.append(("layout", network.spec.layout, network.spec.layout_reason))
+    if prepack_networks(target, *([network] if network else [])):
+        notes.append(("weights", "prepacked", "in the order in which this CPU multiplies bf16 matrices"))
     return Models(target, tokenizer, network, model, draft_model, folder, tuple(notes))
 
 

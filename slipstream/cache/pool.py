@@ -17,6 +17,9 @@ class KVPool:
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.page_size = page_size
+        # Views by layer, made once: (keys, values) by page and by KV slot.
+        self.by_page = list(zip(self.keys, self.values, strict=True))
+        self._by_slot = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in self.by_page]
 
     @staticmethod
     def page_bytes(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -24,8 +27,9 @@ class KVPool:
 
     def write(self, layer: int, kv_slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [R, num_kv_heads, head_dim] at kv_slots [R]."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, kv_slots, keys)
-        self.values[layer].flatten(0, 1).index_copy_(0, kv_slots, values)
+        key_slots, value_slots = self._by_slot[layer]
+        key_slots.index_copy_(0, kv_slots, keys)
+        value_slots.index_copy_(0, kv_slots, values)
 
     def clear(self, pages: Tensor) -> None:
         """Zero the given pages [n] in every layer."""

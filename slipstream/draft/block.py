@@ -64,7 +64,7 @@ class BlockDraft:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             window = self.network.spec.window(layer)
-            return block_attention(q, k, v, self.pool.keys[layer], self.pool.values[layer], plan, self._scale, window)
+            return block_attention(q, k, v, *self.pool.by_page[layer], plan, self._scale, window)
 
         return self.network.hidden(embeds, positions, attend)
 

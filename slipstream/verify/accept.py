@@ -119,7 +119,7 @@ class CoupledStep:
         return (columns if token_ids is None else token_ids[columns]), None
 
     def judge(self, batch: Batch, logits: Tensor, drafts: Tensor, draft_prob: Tensor | None) -> Verdict:
-        rows, places = batch.output_sequence, self.view.draft_length + 1
+        rows, places, logits = batch.output_sequence, self.view.draft_length + 1, logits.float()
         noise = self.noise
         if noise is not None:
             decode_row = rows * places + batch.output_offset
@@ -161,7 +161,7 @@ class RejectionStep:
         )  # fmt: skip
 
     def judge(self, batch: Batch, logits: Tensor, drafts: Tensor, draft_prob: Tensor | None) -> Verdict:
-        rows, num_sequences = batch.output_sequence, len(batch.widths)
+        rows, num_sequences, logits = batch.output_sequence, len(batch.widths), logits.float()
         target = probabilities(self.view.filtered(logits, rows), self.view.temperature[rows])
         target = pad_outputs(batch, target, self.view.draft_length + 1)
         drafts = _for_all(drafts, num_sequences)

@@ -31,9 +31,7 @@ class Target:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.pool.write(layer, batch.kv_slots, k, v)
-            return paged_attention(
-                q, self.pool.keys[layer], self.pool.values[layer], plan, self._scale, self._windows[layer]
-            )
+            return paged_attention(q, *self.pool.by_page[layer], plan, self._scale, self._windows[layer])
 
         hidden, features = self.decoder(token_ids, batch.positions, attend, self.taps)
         logits = self.decoder.logits(hidden.index_select(0, batch.output_rows))
