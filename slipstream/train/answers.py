@@ -26,6 +26,7 @@ from torch import Tensor
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.decoder import Decoder
 
+FLASH = True  # on a GPU
 STEPS_PER_CHECK = 16  # steps between two looks at which slots are done
 MIN_ANSWER_TOKENS = 4
 USER_TEMPERATURE = 0.85  # of self-made user turns
@@ -94,8 +95,8 @@ class SlotGenerator:
         self.group = spec.num_heads // spec.num_kv_heads  # G
         self.eos = torch.tensor(spec.eos_token_ids or (-1,), device=device)
         self.rng = torch.Generator(device).manual_seed(seed)
-        cache = (spec.num_layers, num_slots, spec.num_kv_heads, max_length, spec.head_dim)
-        self.keys = torch.zeros(cache, dtype=table.dtype, device=device)  # [L, N, nkv, T, hd]
+        cache = (spec.num_layers, num_slots, max_length, spec.num_kv_heads, spec.head_dim)
+        self.keys = torch.zeros(cache, dtype=table.dtype, device=device)  # [L, N, T, nkv, hd]
         self.values = torch.zeros(cache, dtype=table.dtype, device=device)
         self.tokens = torch.zeros(num_slots, max_length, dtype=torch.int64, device=device)  # [N, T] prompt, then answer
         self.position = torch.zeros(num_slots, dtype=torch.int64, device=device)  # [N] of the newest token
@@ -105,6 +106,7 @@ class SlotGenerator:
         self.done = torch.ones(num_slots, dtype=torch.bool, device=device)  # [N] also: idle
         self.slots = torch.arange(num_slots, device=device)
         self.steps = torch.arange(max_length, device=device)
+        self.flash = device.type == "cuda" and FLASH
         use_graph = device.type == "cuda" if graph is None else graph
         self.advance: Callable[[], None] = self._captured() if use_graph else self._step
 
@@ -141,19 +143,44 @@ class SlotGenerator:
         return (logits - self.temperature[:, None] * noise).argmax(dim=-1)
 
     def _attend(self, position: Tensor) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-        """An Attend over the slots' caches. The query heads of a KV head stand in for query rows, so nothing is repeated."""
-        unseen = self.steps > position[:, None]
-        bias = torch.zeros(unseen.shape, dtype=self.keys.dtype, device=unseen.device).masked_fill_(unseen, float("-inf"))
-        bias = bias[:, None, None, :]  # [N, 1, 1, T]
+        """An Attend over the slots' caches."""
+        over_cache = self._flash(position) if self.flash else self._dense(position)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self.keys[layer], self.values[layer]
-            keys[self.slots, :, position] = k
-            values[self.slots, :, position] = v
-            grouped = q.view(self.num_slots, keys.shape[1], self.group, -1)  # [N, nkv, G, hd]
-            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias).reshape(self.num_slots, -1)
+            keys[self.slots, position] = k
+            values[self.slots, position] = v
+            return over_cache(q, keys, values).reshape(self.num_slots, -1)
 
         return attend
+
+    def _dense(self, position: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Masked attention; the query heads of a KV head stand in for query rows, so that nothing is repeated."""
+        unseen = self.steps > position[:, None]
+        bias = torch.zeros(unseen.shape, dtype=self.keys.dtype, device=unseen.device).masked_fill_(unseen, float("-inf"))
+
+        def over_cache(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            grouped = q.view(self.num_slots, keys.shape[2], self.group, -1)  # [N, nkv, G, hd]
+            keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [N, nkv, T, hd]
+            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias[:, None, None, :])
+
+        return over_cache
+
+    def _flash(self, position: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """The kernel behind `torch.nn.attention.varlen`, told how much of each slot is in use: a mask would read all of it."""
+        used = (position + 1).int()
+        first_q = torch.arange(self.num_slots + 1, dtype=torch.int32, device=position.device)
+        first_k = first_q * self.max_length
+
+        def over_cache(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # [N * T, nkv, hd]
+            flash = torch.ops.aten._flash_attention_forward
+            out: Tensor = flash(
+                q, keys, values, first_q, first_k, 1, self.max_length, 0.0, False, False, seqused_k=used
+            )[0]  # fmt: skip
+            return out
+
+        return over_cache
 
     def run(self, jobs: Iterable[Job], on_tokens: Callable[[int], None] | None = None) -> Iterator[Answer]:
         """Answers in the order in which they end. Stops when the jobs are used up; closing it early drops what is unfinished."""
