@@ -21,7 +21,8 @@ from slipstream.models.drafters import load_drafter
 from slipstream.models.locate import resolve_drafter, resolve_target
 from slipstream.models.tokenizer import load_tokenizer
 from slipstream.models.weights import load_decoder
-from slipstream.train.answers import AnswerSet, SlotGenerator, greedy_answers, read_prompts
+from slipstream.train.answers import AnswerSet, SlotGenerator
+from slipstream.train.prompts import greedy_answers, read_prompts
 from slipstream.train.walks import evaluate
 
 SETS = ("gsm8k", "humaneval", "mbpp", "math500", "mt_bench")
@@ -31,12 +32,18 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="smollm2-135m", help="target: name, folder or .gguf file")
     parser.add_argument("--draft", nargs="+", required=True, help="drafter names or folders")
-    parser.add_argument("--drafts", nargs="+", type=int, default=[7], help="S, one or several; cut to what a drafter can do")
-    parser.add_argument("--prompts", type=Path, default=Path(__file__).parent / "data" / "prompts", help="folder of JSONL files")
+    parser.add_argument(
+        "--drafts", nargs="+", type=int, default=[7], help="S, one or several; cut to what a drafter can do"
+    )
+    parser.add_argument(
+        "--prompts", type=Path, default=Path(__file__).parent / "data" / "prompts", help="folder of JSONL files"
+    )
     parser.add_argument("--sets", nargs="+", default=list(SETS), help="files of that folder, without .jsonl")
     parser.add_argument("--limit", type=int, default=None, help="prompts per set")
     parser.add_argument("--max-tokens", type=int, default=512, help="new tokens per answer")
-    parser.add_argument("--answers", type=Path, default=None, help="folder to keep the answers in, or to read them from")
+    parser.add_argument(
+        "--answers", type=Path, default=None, help="folder to keep the answers in, or to read them from"
+    )
     parser.add_argument("--out", type=Path, default=None, help="JSON file")
     return parser.parse_args()
 
@@ -86,8 +93,8 @@ def main() -> None:
             for each, figure in figures.items():
                 whole, straight = figure["all"], figure["no_loops"]
                 print(
-                    f"  {each:10} {whole['mean_accepted_length']:.2f}, without loops {straight['mean_accepted_length']:.2f} "
-                    f"(loops {figure['looping_share']:.0%}), by position {whole['acceptance_by_position']}"
+                    f"  {each:10} {whole['mean_accepted_length']:.2f}, without the {figure['looping_share']:.0%} loops "
+                    f"{straight['mean_accepted_length']:.2f}, by position {whole['acceptance_by_position']}"
                 )
     text = json.dumps(report, indent=1)
     if options.out:

@@ -1,20 +1,16 @@
-"""Training text that the target writes itself: answers to prompts, and prompts too, by continuing its own user header.
+"""Text in bulk: the target continues thousands of prompts side by side, and the answers are kept in one file.
 
-`SlotGenerator` is a dense batch of slots with a fixed length: every call of its step moves every slot by one token, prompt
-tokens included, and finished slots are refilled between steps. On a GPU the step is one CUDA graph; on a CPU the same function
-runs as it is. It is built for bulk (thousands of slots) and serves nobody: no stops but end-of-turn, no top-p, no pages.
-Called by `slipstream train` and by its validation; the answers go to one safetensors file, which a resumed run reads again.
+`SlotGenerator` is a dense batch of slots with a fixed length: every call of its step moves every slot by one token,
+prompt tokens included, and finished slots are refilled between steps. On a GPU the step is one CUDA graph; on a CPU the
+same function runs as it is. It serves nobody: no stops but end-of-turn, no top-p, no pages, no text. `AnswerSet` is
+what came of it, cut where a text ends in a loop. Called by `prompts`, the trainer and `bench/acceptance.py`.
 
 Shapes: N slots, T positions per slot, L layers, nkv KV heads, hd head size, G query heads per KV head, V vocabulary.
 """
 
-import dataclasses
-import json
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,46 +19,11 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
-from slipstream.errors import CheckpointError, ConfigError
+from slipstream.errors import CheckpointError
 from slipstream.models.decoder import Decoder
 
-FLASH = True  # on a GPU
 STEPS_PER_CHECK = 16  # steps between two looks at which slots are done
-MIN_ANSWER_TOKENS = 4
-USER_TEMPERATURE = 0.85  # of self-made user turns
-MAX_USER_TOKENS = 160
-REASON = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-SENTINEL = "@@slipstream-user-turn@@"
-
-# Openings of self-made user turns: code, mathematics, knowledge, writing, chat. The model writes the rest.
-CODE_OPENINGS = (
-    "Write a python function to", "Write a function to", "Write a function that", "Write a Python program that",
-    "Write a solution to the following problem and make sure that it passes the tests:\n```python\nfrom typing import List\n\n\ndef",
-    "Write a solution to the following problem and make sure that it passes the tests:\n```python\n\ndef",
-    "Write a solution to the following problem and make sure that it passes the tests:\n```python\ndef",
-    "Implement a function", "Write a python function to check whether", "Write a function to find the", "Write a class",
-)  # fmt: skip
-MATH_OPENINGS = (
-    "Find", "Compute", "What is the value of", "If $", "Let $", "Suppose", "How many", "Evaluate", "Simplify", "Solve for $x$",
-    "The sum of", "A rectangle", "In triangle", "What is the smallest", "Determine", "A train", "Given that", "What is the",
-    "For what value of", "Express", "A box contains", "The function $f(x)", "Each", "There are", "Two", "The average",
-)  # fmt: skip
-CHAT_OPENINGS = (
-    "", "Explain", "What is", "What are", "How", "Why", "Describe", "Write a", "Write a short", "Compose", "Imagine you are",
-    "Can you", "Give me", "List", "Summarize", "Compare", "I", "I'm", "Please", "Who", "When", "Where", "Create", "Suggest",
-    "The", "Discuss", "Tell me", "Provide", "Draft", "Rewrite", "Translate", "Identify", "Analyze", "Develop", "Design",
-    "Write an email", "Write a story", "Act as", "Pretend", "Help me", "Read the following", "Here is", "Which", "Do you",
-)  # fmt: skip
-
-
-class ChatTokenizer(Protocol):
-    """The part of `models.tokenizer.Tokenizer` that is needed here."""
-
-    def encode(self, text: str, add_special: bool = False) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-    def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str: ...
+MIN_ANSWER_TOKENS = 4  # shorter answers teach nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,12 +46,19 @@ class Answer:
 
 
 class SlotGenerator:
-    """N slots of T positions; see the module's docstring. One run at a time; a run leaves nothing behind but its RNG state."""
+    """N slots of T positions; see the module's docstring.
 
-    def __init__(self, decoder: Decoder, *, num_slots: int, max_length: int, seed: int, graph: bool | None = None) -> None:
+    One run at a time; a run leaves nothing behind but its RNG state.
+    """
+
+    def __init__(
+        self, decoder: Decoder, *, num_slots: int, max_length: int, seed: int, graph: bool | None = None
+    ) -> None:
         spec, table = decoder.spec, decoder.embed_tokens.weight
         device = table.device
-        assert all(spec.window(layer) is None for layer in range(spec.num_layers)), "sliding windows are not generated with"
+        assert all(spec.window(layer) is None for layer in range(spec.num_layers)), (
+            "sliding windows are not generated with"
+        )
         self.decoder, self.num_slots, self.max_length = decoder, num_slots, max_length
         self.group = spec.num_heads // spec.num_kv_heads  # G
         self.eos = torch.tensor(spec.eos_token_ids or (-1,), device=device)
@@ -106,13 +74,13 @@ class SlotGenerator:
         self.done = torch.ones(num_slots, dtype=torch.bool, device=device)  # [N] also: idle
         self.slots = torch.arange(num_slots, device=device)
         self.steps = torch.arange(max_length, device=device)
-        self.flash = device.type == "cuda" and FLASH
+        self.flash = device.type == "cuda"  # the masked form reads all of the cache in every step
         use_graph = device.type == "cuda" if graph is None else graph
         self.advance: Callable[[], None] = self._captured() if use_graph else self._step
 
     def _captured(self) -> Callable[[], None]:
         """The step as a CUDA graph; idle slots make the warm-up harmless."""
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(side):
             for _ in range(2):
                 self._step()
@@ -138,7 +106,10 @@ class SlotGenerator:
         self.done |= ended
 
     def _draw(self, logits: Tensor) -> Tensor:
-        """argmax(logits + T g) with Gumbel noise g: a draw from softmax(logits / T), the plain argmax at T = 0. [N, V] -> [N]."""
+        """argmax(logits + T g) with Gumbel noise g: a draw from softmax(logits / T), the plain argmax at T = 0.
+
+        [N, V] -> [N].
+        """
         noise = torch.empty_like(logits).exponential_(generator=self.rng).clamp_(min=1e-30).log_()
         return (logits - self.temperature[:, None] * noise).argmax(dim=-1)
 
@@ -157,7 +128,9 @@ class SlotGenerator:
     def _dense(self, position: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """Masked attention; the query heads of a KV head stand in for query rows, so that nothing is repeated."""
         unseen = self.steps > position[:, None]
-        bias = torch.zeros(unseen.shape, dtype=self.keys.dtype, device=unseen.device).masked_fill_(unseen, float("-inf"))
+        bias = torch.zeros(unseen.shape, dtype=self.keys.dtype, device=unseen.device).masked_fill_(
+            unseen, float("-inf")
+        )
 
         def over_cache(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             grouped = q.view(self.num_slots, keys.shape[2], self.group, -1)  # [N, nkv, G, hd]
@@ -167,7 +140,7 @@ class SlotGenerator:
         return over_cache
 
     def _flash(self, position: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """The kernel behind `torch.nn.attention.varlen`, told how much of each slot is in use: a mask would read all of it."""
+        """The kernel behind `torch.nn.attention.varlen`, told how much of each slot is in use."""
         used = (position + 1).int()
         first_q = torch.arange(self.num_slots + 1, dtype=torch.int32, device=position.device)
         first_k = first_q * self.max_length
@@ -183,13 +156,17 @@ class SlotGenerator:
         return over_cache
 
     def run(self, jobs: Iterable[Job], on_tokens: Callable[[int], None] | None = None) -> Iterator[Answer]:
-        """Answers in the order in which they end. Stops when the jobs are used up; closing it early drops what is unfinished."""
-        waiting, owners = iter(jobs), [None] * self.num_slots  # type: list[Job | None]
+        """Answers in the order in which they end.
+
+        Stops when the jobs are used up; closing it early drops what is unfinished.
+        """
+        waiting = iter(jobs)
+        owners: list[Job | None] = [None] * self.num_slots
         self.done.fill_(True)
         while True:
-            done_np = self.done.cpu().numpy()
-            yield from self._collect([slot for slot in np.flatnonzero(done_np) if owners[slot] is not None], owners)
-            self._refill(np.flatnonzero(done_np).tolist(), owners, waiting)
+            done: list[int] = self.done.nonzero()[:, 0].tolist()
+            yield from self._collect([slot for slot in done if owners[slot] is not None], owners)
+            self._refill(done, owners, waiting)
             active = sum(owner is not None for owner in owners)
             if active == 0:
                 return
@@ -216,7 +193,9 @@ class SlotGenerator:
             return
         tokens_np = np.zeros((len(taken), self.max_length), dtype=np.int64)
         for row, (slot, job) in enumerate(taken):
-            assert 0 < len(job.prompt_ids) < self.max_length, f"a prompt of {len(job.prompt_ids)} tokens in {self.max_length}"
+            assert 0 < len(job.prompt_ids) < self.max_length, (
+                f"a prompt of {len(job.prompt_ids)} tokens in {self.max_length}"
+            )
             tokens_np[row, : len(job.prompt_ids)] = job.prompt_ids
             owners[slot] = job
         device = self.tokens.device
@@ -227,7 +206,9 @@ class SlotGenerator:
         self.position[index] = 0
         self.prompt_end[index] = lengths
         self.limit[index] = (lengths + room).clamp(max=self.max_length)
-        self.temperature[index] = torch.tensor([job.temperature for _, job in taken], dtype=torch.float32, device=device)
+        self.temperature[index] = torch.tensor(
+            [job.temperature for _, job in taken], dtype=torch.float32, device=device
+        )
         self.done[index] = False
 
 
@@ -244,7 +225,9 @@ def find_loop(
     ids = np.asarray(token_ids)
     for period in range(1, min(max_period, len(ids) // 3) + 1):
         differs = np.flatnonzero(ids[period:] != ids[:-period])
-        repeated = len(ids) - period - (int(differs[-1]) + 1 if len(differs) else 0)  # tokens equal to the one a period ago
+        repeated = (
+            len(ids) - period - (int(differs[-1]) + 1 if len(differs) else 0)
+        )  # tokens equal to the one a period ago
         if repeated >= max(2 * period, min_tokens - period):
             return len(ids) - repeated, period
     return None
@@ -330,129 +313,6 @@ class AnswerSet:
         try:
             return cls(**load_file(path))
         except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"answers file {path} cannot be read: {error}; delete it to generate the answers anew") from error
-
-
-# ---- prompts and jobs -----------------------------------------------------------------------------------------------
-
-
-def read_prompts(paths: Sequence[Path]) -> list[str]:
-    """The first user turns of JSONL files of {"turns": [...]}."""
-    prompts = []
-    for path in paths:
-        try:
-            lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")  # splitlines() also cuts at U+2028
-        except OSError as error:
-            raise ConfigError(f"prompts file {path}: {error.strerror}") from error
-        for number, line in enumerate(lines, 1):
-            try:
-                turn = json.loads(line)["turns"][0]
-            except (ValueError, KeyError, IndexError, TypeError) as error:
-                raise ConfigError(f'prompts file {path}, line {number}: expected {{"turns": ["..."]}}') from error
-            prompts.append(str(turn))
-    return prompts
-
-
-def chat_ids(tokenizer: ChatTokenizer, user: str) -> tuple[int, ...]:
-    """Token ids of a conversation that waits for the assistant."""
-    return tuple(tokenizer.encode(tokenizer.chat([{"role": "user", "content": user}])))
-
-
-def _opening_jobs(tokenizer: ChatTokenizer, count: int, rng: random.Random) -> Iterator[Job]:
-    """Jobs that continue the user header after an opening; the note is the opening and a suffix for the user turn."""
-    template = tokenizer.chat([{"role": "user", "content": SENTINEL}])
-    header = template[: template.index(SENTINEL)]
-    for _ in range(count):
-        kind = rng.random()
-        openings = CODE_OPENINGS if kind < 0.3 else MATH_OPENINGS if kind < 0.65 else CHAT_OPENINGS
-        opening = rng.choice(openings)
-        suffix = REASON if openings is MATH_OPENINGS and rng.random() < 0.7 else ""
-        prompt_ids = tuple(tokenizer.encode(header + opening))
-        yield Job(
-            prompt_ids=prompt_ids, temperature=USER_TEMPERATURE, max_new_tokens=MAX_USER_TOKENS, note=f"{opening}\0{suffix}"
-        )
-
-
-def self_made_prompts(generator: SlotGenerator, tokenizer: ChatTokenizer, count: int, seed: int) -> list[str]:
-    """User turns that the model wrote itself; unfinished and repeated ones are dropped, so fewer than `count` come back."""
-    found: dict[str, None] = {}
-    for answer in generator.run(_opening_jobs(tokenizer, count, random.Random(seed))):
-        if answer.finished and len(answer.token_ids) > 3:
-            opening, suffix = answer.job.note.split("\0")
-            found[(opening + tokenizer.decode(answer.token_ids[:-1])).strip() + suffix] = None
-    return list(found)
-
-
-def answer_jobs(
-    tokenizer: ChatTokenizer, prompts: Iterable[tuple[str, float]], *, max_length: int, max_new_tokens: int
-) -> list[Job]:
-    """One job per (user turn, temperature). Prompts that leave no room for an answer are left out."""
-    jobs = []
-    for user, temperature in prompts:
-        prompt_ids = chat_ids(tokenizer, user)
-        if len(prompt_ids) <= max_length - 2 * MIN_ANSWER_TOKENS:
-            jobs.append(Job(prompt_ids=prompt_ids, temperature=temperature, max_new_tokens=max_new_tokens))
-    return jobs
-
-
-def greedy_answers(
-    generator: SlotGenerator, tokenizer: ChatTokenizer, prompts: Mapping[str, Sequence[str]], max_new_tokens: int
-) -> dict[str, AnswerSet]:
-    """Greedy answers as serving would give them, loops and all, to several sets of prompts at once: for evaluation."""
-    jobs = []
-    for name, users in prompts.items():
-        pairs = [(user, 0.0) for user in users]
-        made = answer_jobs(tokenizer, pairs, max_length=generator.max_length, max_new_tokens=max_new_tokens)
-        jobs += [dataclasses.replace(job, note=name) for job in made]
-    answers = list(generator.run(jobs))
-    return {
-        name: AnswerSet.from_answers([answer for answer in answers if answer.job.note == name], cut_loops=False)
-        for name in prompts
-    }
-
-
-def generate_answers(
-    generator: SlotGenerator,
-    tokenizer: ChatTokenizer,
-    prompts: Sequence[str],
-    *,
-    num_tokens: int,
-    max_new_tokens: int,
-    greedy_share: float,
-    seed: int,
-    on_tokens: Callable[[int], None] | None = None,
-) -> AnswerSet:
-    """At least `num_tokens` answer tokens if the prompts suffice: the given ones greedily and at T = 1, then self-made ones.
-
-    The given prompts make at most about half of the tokens; of the self-made ones `greedy_share` are answered greedily.
-    """
-    rng = random.Random(seed)
-    typical = max(1, min(max_new_tokens, 240))  # answer tokens of one prompt, for sizing only
-    given = [(prompt, temperature) for prompt in prompts for temperature in (0.0, 1.0)]
-    rng.shuffle(given)
-    del given[num_tokens // (2 * typical) + 1 :]
-    missing = max(1, num_tokens // typical - len(given))
-    made = self_made_prompts(generator, tokenizer, int(missing * 1.1) + 1, seed)
-    pairs = given + [(prompt, 0.0 if rng.random() < greedy_share else 1.0) for prompt in made]
-    rng.shuffle(pairs)
-    jobs = answer_jobs(tokenizer, pairs, max_length=generator.max_length, max_new_tokens=max_new_tokens)
-    return AnswerSet.from_answers(_until(generator, jobs, num_tokens, on_tokens), cut_loops=True)
-
-
-def _until(
-    generator: SlotGenerator, jobs: Sequence[Job], num_tokens: int, on_tokens: Callable[[int], None] | None
-) -> list[Answer]:
-    """Answers to jobs until `num_tokens` are there; those begun by then are ended, lest long answers be rare."""
-    answers: list[Answer] = []
-    total = 0
-
-    def while_needed() -> Iterator[Job]:
-        for job in jobs:
-            if total >= num_tokens:
-                return
-            yield job
-
-    for answer in generator.run(while_needed(), on_tokens):
-        answers.append(answer)
-        total += len(answer.token_ids)
-    return answers
+            raise CheckpointError(
+                f"answers file {path} cannot be read: {error}; delete it to generate the answers anew"
+            ) from error

@@ -1,8 +1,8 @@
-"""Attention over packed rows: documents of a batch for the target, draft blocks over their document's past for the drafter.
+"""Attention over packed rows: of whole documents for the target, of draft blocks over their document's past.
 
-Two backends of one signature: `Dense` (a boolean mask and plain attention; CPU, validation) and `Flex` (FlexAttention, whose
-block mask skips what nothing sees; a GPU's training steps). Masks are written once, as functions of (row, head, query, key).
-They implement the models' `Attend` and `BlockAttend`; nothing here is cached between steps.
+Two backends of one signature: `Dense` (a boolean mask and plain attention; CPU, validation) and `Flex` (FlexAttention,
+whose block mask skips what nothing sees; a GPU's training steps). Masks are written once, as functions of (row, head,
+query, key). They implement the models' `Attend` and `BlockAttend`; nothing here is cached between steps.
 
 Shapes: B packed rows, T tokens per row, Q block rows per row, nh, nkv, hd heads, KV heads, head size.
 """
@@ -39,7 +39,10 @@ class Dense:
 
     def mask(self, visible: MaskFunction, rows: int, queries: int, keys: int, device: torch.device) -> Tensor:
         sizes = (rows, 1, queries, keys)
-        index = [torch.arange(size, device=device).view([-1 if d == i else 1 for d in range(4)]) for i, size in enumerate(sizes)]
+        index = [
+            torch.arange(size, device=device).view([-1 if d == i else 1 for d in range(4)])
+            for i, size in enumerate(sizes)
+        ]
         return visible(*index)  # [B, 1, Q, K]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
@@ -50,7 +53,8 @@ class Flex:
     """Block-sparse attention in one kernel, compiled on a GPU; uncompiled it is a slow reference for tests."""
 
     def __init__(self, compiled: bool) -> None:
-        self.kernel: Callable[..., Any] = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+        kernel: Any = flex_attention
+        self.kernel = torch.compile(kernel, dynamic=False) if compiled else kernel
 
     def mask(self, visible: MaskFunction, rows: int, queries: int, keys: int, device: torch.device) -> Any:
         return create_block_mask(visible, rows, None, queries, keys, device=device)
@@ -79,8 +83,10 @@ class PackedAttend:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         group = self.spec.num_heads // self.spec.num_kv_heads
-        q, k, v = (t.unflatten(0, self.shape).transpose(1, 2) for t in (q, k, v))  # [B, heads, T, hd]
-        out = self.backend.attend(q, repeat_heads(k, group), repeat_heads(v, group), self.masks[self.spec.window(layer)])
+        q, k, v = (t.view(*self.shape, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))  # [B, heads, T, hd]
+        out = self.backend.attend(
+            q, repeat_heads(k, group), repeat_heads(v, group), self.masks[self.spec.window(layer)]
+        )
         return out.transpose(1, 2).reshape(q.shape[0] * q.shape[2], -1)
 
 
@@ -106,7 +112,7 @@ class PackedBlockAttend:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         num_rows, group = q.shape[0], q.shape[2] // k.shape[2]
-        context_k, context_v = (part.unflatten(0, (num_rows, -1)) for part in self.context[layer])  # [B, T, nkv, hd]
+        context_k, context_v = (part.view(num_rows, -1, *part.shape[1:]) for part in self.context[layer])
         keys = repeat_heads(torch.cat((context_k, k), dim=1).transpose(1, 2), group)
         values = repeat_heads(torch.cat((context_v, v), dim=1).transpose(1, 2), group)
         out = self.backend.attend(q.transpose(1, 2), keys, values, self.mask)

@@ -1,7 +1,8 @@
-"""From answers to training rows: documents packed into rows of equal length, batches by step, anchors, the draft vocabulary.
+"""From answers to training rows: documents packed into rows of equal length, batches, anchors, the draft vocabulary.
 
-Everything is a function of (answers, seed, step): a resumed run needs no more than its step number to see the same batches and
-anchors. Nothing here knows a network. Called by the trainer; `walks` packs the answers that it validates on with `pack` too.
+Everything is a function of (answers, seed, step): a resumed run needs no more than its step number to see the same
+batches and anchors. Nothing here knows a network. Called by the trainer; `walks` packs the answers that it validates on
+with `pack` too.
 
 Shapes: n packed rows, B of them in a batch, T tokens per row, A blocks (anchors) per row, Q block rows per row.
 """
@@ -56,7 +57,10 @@ class Placement:
 
 
 def pack(answers: AnswerSet, row_tokens: int) -> tuple[PackedRows, Placement]:
-    """Best-fit decreasing: longest documents first, each into the fullest row that still has room. Overlong ones are cut."""
+    """Best-fit decreasing: longest documents first, each into the fullest row that still has room.
+
+    Overlong ones are cut.
+    """
     lengths = np.minimum(np.diff(answers.starts), row_tokens)
     rows, columns = np.zeros_like(lengths), np.zeros_like(lengths)
     room: list[list[int]] = [[] for _ in range(row_tokens + 1)]  # rows by free tokens
@@ -113,7 +117,10 @@ class BatchOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks:
-    """The draft blocks of a batch of packed rows, side by side: row q belongs to block `block_of_row[q]`. Filled by `draw_blocks`."""
+    """The draft blocks of a batch of packed rows, side by side: row q belongs to block `block_of_row[q]`.
+
+    Filled by `draw_blocks`.
+    """
 
     anchors: Tensor  # [B, Q] int64, column of the anchor of the row's block
     offsets: Tensor  # [Q] int64, the row's place in its block, 0 = the anchor's own row
@@ -161,7 +168,10 @@ def draw_blocks(rows: PackedRows, lengths: Sequence[int], seed: int) -> Blocks:
 
 
 def draft_vocabulary(answers: AnswerSet, size: int, vocab_size: int, keep: Sequence[int]) -> NDArray[np.int64]:
-    """The `size` most frequent tokens of the answers, ascending; ties go to the smaller id, ids of `keep` are always in."""
+    """The `size` most frequent tokens of the answers, ascending.
+
+    Ties go to the smaller id, ids of `keep` are always in.
+    """
     if size >= vocab_size:
         return np.arange(vocab_size)
     is_answer = np.ones(len(answers.token_ids), dtype=np.bool_)

@@ -1,18 +1,18 @@
 """The training losses of block drafters, for both row layouts: cross entropy, L1 to the teacher, confidence.
 
-    CE    = sum w (-log q[label])                / sum w
-    L1    = sum w sum_v |q_v - t_v|              / sum w      the full L1, twice the total variation
-    conf  = sum w BCE(sigmoid(logit), c)         / sum w      c = 1 - L1 / 2 of the row, detached: the chance of acceptance at T = 1
+    CE    = sum w (-log q[label])         / sum w
+    L1    = sum w sum_v |q_v - t_v|       / sum w    the full L1, twice the total variation
+    conf  = sum w BCE(sigmoid(logit), c)  / sum w    c = 1 - L1 / 2 of the row, detached: acceptance at T = 1
 
-q is the drafter's softmax, t the target's, both at T = 1. With a reduced draft vocabulary t is the target's *full* softmax at the
-kept tokens: what it gives to others counts as missed, so sum_v min(q, t) stays the acceptance probability; a label outside the
-vocabulary has no CE term. Row weights: w_k = exp(-j / gamma) times the row mask, j the number of drafts before the row's own.
-Pure functions of tensors. Called by the trainer. Formulas: DSpark, arXiv 2607.05147; DFlash, arXiv 2602.06036.
+q is the drafter's softmax, t the target's, both at T = 1. With a reduced draft vocabulary t is the target's *full*
+softmax at the kept tokens: what it gives to others counts as missed, so sum_v min(q, t) stays the acceptance
+probability; a label outside the vocabulary has no CE term. Row weights: w_k = exp(-j / gamma) times the row mask, j the
+number of drafts before the row's own. Pure functions of tensors. Called by the trainer. Formulas: DSpark, arXiv
+2607.05147; DFlash, arXiv 2602.06036.
 
 Shapes: M rows, V target vocabulary, Vd draft vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,16 +41,16 @@ def label_shift(layout: Layout) -> int:
 
 
 def decay(offsets: Tensor, layout: Layout, gamma: float) -> Tensor:
-    """Row weights [...] fp32 by place in the block: exp(-k / gamma), or exp(-(k - 1) / gamma) and 0 for row 0 of fill-in."""
+    """Row weights [...] fp32 by place k in the block: exp(-k / gamma); fill-in: exp(-(k - 1) / gamma), 0 for row 0."""
     drafts_before = offsets.float() - (1 - label_shift(layout))
     return torch.where(drafts_before >= 0, torch.exp(-drafts_before / gamma), 0.0)
 
 
 def row_mask(scored: Tensor, starts: Tensor, anchors: Tensor, labels: Tensor, cumulative: bool) -> Tensor:
-    """Which rows count: the label lies in the anchor's document and in an answer, and, if cumulative, so does all before it.
+    """Which rows count: their label lies in the anchor's document and in an answer; cumulative: so do all before it.
 
-    scored [B, T] bool; starts [B, T], first column of each token's document; anchors, labels [B, Q] columns, labels may lie
-    beyond the row's end -> [B, Q] bool. A fill-in row 0, whose label is the anchor itself, is masked out.
+    scored [B, T] bool; starts [B, T], first column of each token's document; anchors, labels [B, Q] columns, labels may
+    lie beyond the row's end -> [B, Q] bool. A fill-in row 0, whose label is the anchor itself, is masked out.
     """
     inside = labels < scored.shape[1]
     safe = labels.clamp(max=scored.shape[1] - 1)
@@ -95,16 +95,13 @@ def total_loss(rows: RowLosses, weights: Tensor, options: LossOptions) -> tuple[
     return loss, {name: term.detach() for name, term in terms.items()}
 
 
-FusedLoss = Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor]]
-
-
 def fused_rows(
     base: Tensor, bias: Tensor | None, table: Tensor, index: Tensor, labels: Tensor, confidence: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """`row_losses` on the parts that the trainer has, as one function to compile: nothing of size [M, Vd] in fp32 is stored.
+    """`row_losses` on the parts that the trainer has, as one function to compile: it stores no [M, Vd] in fp32.
 
-    base [M, Vd] and bias [M, Vd] | None in the drafter's dtype, added in fp32; table [tokens, Vd] teacher probabilities and
-    index [M] its rows -> ce, l1, confidence, overlap as in RowLosses.
+    base [M, Vd] and bias [M, Vd] | None in the drafter's dtype, added in fp32; table [tokens, Vd] teacher probabilities
+    and index [M] its rows -> ce, l1, confidence, overlap as in RowLosses.
     """
     logits = base.float() if bias is None else base.float() + bias.float()
     rows = row_losses(logits, table[index], labels, confidence)

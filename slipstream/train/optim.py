@@ -1,8 +1,9 @@
-"""Mixed precision and the optimiser: fp32 masters behind a bf16 network; Muon for matrices of the body, Adam for the rest.
+"""Mixed precision and the optimiser: fp32 masters behind a bf16 network; Muon for the body's matrices, Adam otherwise.
 
 Muon (Jordan et al., 2024) moves a matrix along its momentum made orthogonal by a Newton-Schulz iteration; the factor
-0.2 sqrt(max(rows, columns)) gives its update the RMS of Adam's (Liu et al., arXiv 2502.16982). Packed matrices are taken apart:
-queries and keys are not one matrix. The state is plain tensors by name, so checkpoints need no pickle. Called by the trainer.
+0.2 sqrt(max(rows, columns)) gives its update the RMS of Adam's (Liu et al., arXiv 2502.16982). Packed matrices are
+taken apart: queries and keys are not one matrix. The state is plain tensors by name, so checkpoints need no pickle.
+Called by the trainer.
 """
 
 from collections.abc import Mapping
@@ -27,7 +28,8 @@ def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.T if matrix.shape[0] > matrix.shape[1] else x).to(matrix.dtype)
+    out: Tensor = (x.T if matrix.shape[0] > matrix.shape[1] else x).to(matrix.dtype)
+    return out
 
 
 class MasterOptimizer:
@@ -38,7 +40,9 @@ class MasterOptimizer:
         self.parameters = dict(network.named_parameters())
         self.masters = {name: p.detach().float().clone() for name, p in self.parameters.items()}
         self.parts = {
-            f"{name}.weight": module.parts for name, module in network.named_modules() if isinstance(module, PackedLinear)
+            f"{name}.weight": module.parts
+            for name, module in network.named_modules()
+            if isinstance(module, PackedLinear)
         }
         self.muon = [name for name in self.parts if name.startswith(BODY) and name in self.parameters]
         self.adam = [name for name in self.parameters if name not in self.muon]
@@ -48,11 +52,14 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def step(self, scale: float) -> Tensor:
-        """One update at `scale` times the top rates, from the network's gradients, which it clears. Returns their norm."""
+        """One update at `scale` times the top rates, from the network's gradients, which it clears.
+
+        Returns their norm.
+        """
         grads = {name: p.grad.float() for name, p in self.parameters.items() if p.grad is not None}
         for parameter in self.parameters.values():
             parameter.grad = None
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads.values()))))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads.values()))))
         if self.options.clip:
             factor = (self.options.clip / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(list(grads.values()), factor)
@@ -67,9 +74,8 @@ class MasterOptimizer:
             momentum = self.first[name]
             momentum.lerp_(grad, 1 - self.options.momentum)
             ahead = grad.lerp(momentum, self.options.momentum)
-            for update, master in zip(
-                ahead.split(list(self.parts[name])), self.masters[name].split(list(self.parts[name])), strict=True
-            ):
+            parts = list(self.parts[name])
+            for update, master in zip(torch.split(ahead, parts), torch.split(self.masters[name], parts), strict=True):
                 master.add_(orthogonal(update), alpha=-lr * 0.2 * max(update.shape) ** 0.5)
 
     def _step_adam(self, names: list[str], grads: Mapping[str, Tensor], lr: float) -> None:

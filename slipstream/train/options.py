@@ -1,6 +1,7 @@
 """What a training run is asked to do, as values. No torch here: the command line reads these fields and their docs.
 
-`TrainOptions` is what a user sets; `Recipe` is how the training is done, with defaults that worked. A run is a function of both.
+`TrainOptions` is what a user sets; `Recipe` is how the training is done, with defaults that worked. A run is a function
+of both.
 """
 
 from dataclasses import dataclass, field
@@ -64,8 +65,12 @@ class TrainOptions:
     target: str  # the model to draft for: a name, a folder or a .gguf file
     out: Path  # folder of the run: drafter/, checkpoint/, answers, logs
     algorithm: Literal["dspark", "dflash"] = "dspark"
-    prompts: tuple[Path, ...] = ()  # JSONL files of {"turns": [...]}, existing; more prompts are made by the target itself
-    answers: tuple[Path, ...] = ()  # answers of earlier runs, existing; empty: OUT/answers.safetensors, generated if missing
+    prompts: tuple[
+        Path, ...
+    ] = ()  # JSONL files of {"turns": [...]}, existing; more prompts are made by the target itself
+    answers: tuple[
+        Path, ...
+    ] = ()  # answers of earlier runs, existing; empty: OUT/answers.safetensors, generated if missing
     answer_tokens: int = 2_000_000  # answer tokens to generate
     steps: int = 2000  # optimiser steps
     minutes: float | None = None  # end the schedule after this time if the steps are not done; not reproducible
@@ -81,7 +86,14 @@ class TrainOptions:
     def __post_init__(self) -> None:
         if self.algorithm not in ("dspark", "dflash"):
             raise ConfigError(f"algorithm is {self.algorithm!r}; choose dspark or dflash")
-        positive = {"answer_tokens": 1, "steps": 1, "block_size": 2, "num_layers": 1, "draft_vocab_size": 0, "markov_rank": 0}
+        positive = {
+            "answer_tokens": 1,
+            "steps": 1,
+            "block_size": 2,
+            "num_layers": 1,
+            "draft_vocab_size": 0,
+            "markov_rank": 0,
+        }
         for name, least in positive.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
@@ -89,10 +101,12 @@ class TrainOptions:
             raise ConfigError(f"minutes is {self.minutes}; give a time above 0, or leave it out")
         short = self.recipe.short_block
         if short and not 2 <= short <= self.block_size:
-            raise ConfigError(f"short_block is {short}; it must lie between 2 and block_size {self.block_size}, or be 0")
+            raise ConfigError(
+                f"short_block is {short}; it must lie between 2 and block_size {self.block_size}, or be 0"
+            )
 
     def block_lengths(self) -> tuple[int, ...]:
-        """Rows of each block of a packed row: whole blocks, together `block_rows` if lengths near the wanted share allow it."""
+        """Rows of each block of a packed row: whole blocks, `block_rows` in all if a share near the wanted one allows."""
         long, short, rows = self.block_size, self.recipe.short_block or self.block_size, self.recipe.block_rows
         wanted = 0.0 if short == long else rows * self.recipe.short_share
         counts = sorted(range(rows // short + 1), key=lambda count: abs(count * short - wanted))

@@ -1,9 +1,10 @@
 """`slipstream train`: from a target's name to a drafter folder. One process, one device.
 
-Each step: a batch of packed answers goes through the frozen target (features of the tapped layers, teacher from its last hidden
-states); anchors are drawn; the drafter drafts all their blocks at once; losses; one update. Batches, anchors and block lengths are
-functions of (seed, step), so the state of a run is its weights, moments and step number, and a resumed run equals an
-uninterrupted one. `minutes` trades that for a schedule that ends on time. Nothing here serves; serving does not import it.
+Each step: a batch of packed answers goes through the frozen target (features of the tapped layers, teacher from its
+last hidden states); anchors are drawn; the drafter drafts all their blocks at once; losses; one update. Batches,
+anchors and block lengths are functions of (seed, step), so the state of a run is its weights, moments and step number,
+and a resumed run equals an uninterrupted one. `minutes` trades that for a schedule that ends on time. Nothing here
+serves; serving does not import it.
 
 Shapes: B packed rows, T tokens per row, Q block rows per row, H hidden size, K taps, V vocabulary, Vd draft vocabulary.
 """
@@ -32,12 +33,13 @@ from slipstream.models.locate import resolve_target
 from slipstream.models.spec import FULL
 from slipstream.models.tokenizer import load_tokenizer
 from slipstream.models.weights import load_decoder
-from slipstream.train.answers import AnswerSet, SlotGenerator, generate_answers, read_prompts
+from slipstream.train.answers import AnswerSet, SlotGenerator
 from slipstream.train.attend import Backend, Dense, Flex, PackedAttend, PackedBlockAttend
 from slipstream.train.data import BatchOrder, Blocks, PackedRows, draft_vocabulary, draw_blocks, pack
 from slipstream.train.losses import RowLosses, decay, fused_rows, label_shift, row_mask, total_loss
 from slipstream.train.optim import MasterOptimizer
 from slipstream.train.options import TrainOptions
+from slipstream.train.prompts import generate_answers, read_prompts
 from slipstream.train.walks import block_inputs, block_positions, evaluate
 
 LOG_EVERY = 20  # steps
@@ -77,9 +79,7 @@ def load_or_generate(
     if path.exists():
         return AnswerSet.load(path)
     recipe, started = options.recipe, time.monotonic()
-    generator = SlotGenerator(
-        target, num_slots=recipe.num_slots, max_length=recipe.max_length, seed=options.seed
-    )
+    generator = SlotGenerator(target, num_slots=recipe.num_slots, max_length=recipe.max_length, seed=options.seed)
     with _progress(console) as progress:
         task = progress.add_task("answers, slot steps", total=None)
         answers = generate_answers(
@@ -127,7 +127,10 @@ def drafter_spec(options: TrainOptions, target: Decoder) -> DrafterSpec:
 
 
 class Trainer:
-    """One run. What is fixed is made in `__init__`; what changes is the optimiser, the step number and the time spent."""
+    """One run.
+
+    What is fixed is made in `__init__`; what changes is the optimiser, the step number and the time spent.
+    """
 
     def __init__(self, options: TrainOptions, target: Decoder, answers: AnswerSet, console: Console) -> None:
         self.options, self.recipe, self.target, self.console = options, options.recipe, target, console
@@ -154,7 +157,6 @@ class Trainer:
         self.scale = self._feature_scale()  # [K * H] fp32
         self._use_vocabulary(torch.from_numpy(kept))
         self.optimizer = MasterOptimizer(self.drafter, self.recipe.optim)
-        self.best: dict[str, Any] = {}
 
     def _use_vocabulary(self, kept: Tensor) -> None:
         """kept [Vd]: the target ids that are drafted."""
@@ -167,7 +169,10 @@ class Trainer:
     @torch.no_grad()
     def _feature_scale(self) -> Tensor:
         """1 / RMS of each feature column, the first tokens of documents left out: raw columns differ by orders."""
-        total, count = torch.zeros(len(self.spec.target_layer_ids) * self.spec.target_hidden_size, device=self.device), 0
+        total, count = (
+            torch.zeros(len(self.spec.target_layer_ids) * self.spec.target_hidden_size, device=self.device),
+            0,
+        )
         for row in range(min(SAMPLE_ROWS, len(self.rows))):
             rows = self.rows.take(torch.tensor([row], device=self.device))
             _, features = self._look(rows, Dense())
@@ -207,7 +212,9 @@ class Trainer:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         num_rows, tokens = rows.token_ids.shape
         labels = blocks.anchors + blocks.offsets + label_shift(self.spec.layout)  # [B, Q] columns
-        mask = row_mask(rows.scored, rows.starts, blocks.anchors, labels, self.recipe.losses.cumulative_mask) & blocks.live
+        mask = (
+            row_mask(rows.scored, rows.starts, blocks.anchors, labels, self.recipe.losses.cumulative_mask) & blocks.live
+        )
         weights = decay(blocks.offsets, self.spec.layout, self.recipe.losses.gamma) * mask
         before = torch.maximum(labels - 1, blocks.anchors).clamp(max=tokens - 1)  # column of the previous token
         previous = rows.token_ids.gather(1, before)
@@ -257,7 +264,9 @@ class Trainer:
     def progress(self) -> float:
         """Share of the run that is done, 0 to 1: by steps, or by time if that is nearer its end."""
         share = self.step / self.options.steps
-        return min(1.0, share if self.options.minutes is None else max(share, self.seconds / (60 * self.options.minutes)))
+        return min(
+            1.0, share if self.options.minutes is None else max(share, self.seconds / (60 * self.options.minutes))
+        )
 
     # ---- the run -------------------------------------------------------------------------------------------------
 
@@ -267,8 +276,8 @@ class Trainer:
             self.load_checkpoint()
         self.options.out.mkdir(parents=True, exist_ok=True)
         self.console.print(
-            f"{self.options.algorithm}: {self.training_set.num_answer_tokens} answer tokens in {len(self.rows)} rows of "
-            f"{self.recipe.row_tokens}, {len(self.lengths)} blocks per row, {self.options.steps} steps on {self.device}"
+            f"{self.options.algorithm}: {self.training_set.num_answer_tokens} answer tokens in {len(self.rows)} rows, "
+            f"{len(self.lengths)} blocks per row, {self.options.steps} steps on {self.device}"
         )
         spent, started = self.seconds, time.monotonic()
         due = {"log": self.step, "validate": self.progress + 1 / VALIDATIONS, "save": self.progress + 1 / CHECKPOINTS}
@@ -313,9 +322,8 @@ class Trainer:
             row[f"length_{name}"] = report[name]["mean_accepted_length"]
         row |= {f"accepted_{k}": value for k, value in enumerate(report["all"]["acceptance_by_position"], 1)}
         _append_csv(self.options.out / "validation.csv", row)
-        self.last_validation = report
         self.console.print(
-            f"step {self.step}: mean accepted length {row['length_all']:.3f}, without loops {row['length_no_loops']:.3f}",
+            f"step {self.step}: {row['length_all']:.2f} tokens per step, {row['length_no_loops']:.2f} without loops",
             highlight=False,
         )
 
@@ -324,7 +332,7 @@ class Trainer:
     def save(self) -> None:
         """Write OUT/drafter: the masters in bf16, the feature scale folded into fc."""
         weight, master = self.drafter.fc.weight, self.optimizer.masters["fc.weight"]
-        extra = {"training": {**_jsonable(dataclasses.asdict(self.options)), "steps_done": self.step}}
+        extra = {"training": {**self._fixed_options(), "minutes": self.options.minutes, "steps_done": self.step}}
         with torch.no_grad():
             weight.copy_(master * self.scale)
             save_drafter(self.drafter, self.options.out / "drafter", extra)

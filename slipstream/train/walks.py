@@ -1,10 +1,10 @@
 """How well a drafter drafts: the walk that serving would take over known greedy answers, without serving them.
 
-The target's features of a whole answer are computed once; then every position is an anchor from which the drafter drafts S tokens
-greedily (its own drafts feed the Markov head), and the run that matches the answer is counted. A walk starts at the answer's
-first token and jumps by run + 1; the mean of those jumps is the mean accepted length of greedy serving, the target's own token
-included. Answers that end in a loop are easy to draft, so figures are given with and without them.
-Called by the trainer for validation and by `bench/acceptance.py`.
+The target's features of a whole answer are computed once; then every position is an anchor from which the drafter
+drafts S tokens greedily (its own drafts feed the Markov head), and the run that matches the answer is counted. A walk
+starts at the answer's first token and jumps by run + 1; the mean of those jumps is the mean accepted length of greedy
+serving, the target's own token included. Answers that end in a loop are easy to draft, so figures are given with and
+without them. Called by the trainer for validation and by `bench/acceptance.py`.
 
 Shapes: B packed rows, T tokens per row, A anchors per row and pass, S drafts, Vd draft vocabulary.
 """
@@ -61,11 +61,14 @@ def matching_runs(
 ) -> tuple[NDArray[np.int64], Placement]:  # fmt: skip
     """[n, T] how many of S drafts match the answer from every anchor, -1 elsewhere; and where each answer lies.
 
-    scale [K * Ht]: what features are multiplied by before `fc`, for a drafter in training whose `fc` does not hold it yet.
+    scale [K * Ht]: what features are multiplied by before `fc`, for a drafter in training whose `fc` does not hold it
+    yet.
     """
     packed, placement = pack(answers, row_tokens)
     runs = [
-        _runs_of_batch(target, drafter, packed.take(torch.arange(first, min(first + batch_rows, len(packed)))), num_drafts, scale)
+        _runs_of_batch(
+            target, drafter, packed.take(torch.arange(first, min(first + batch_rows, len(packed)))), num_drafts, scale
+        )
         for first in range(0, len(packed), batch_rows)
     ]
     return torch.cat(runs).numpy(), placement
@@ -86,7 +89,7 @@ def _runs_of_batch(
     # Candidates first and in order, the rest of the columns after them.
     columns = torch.argsort((~candidates).int(), dim=1, stable=True)[:, :most]
     runs = torch.full(candidates.shape, -1, dtype=torch.int64, device=drafter.device)
-    for chunk in columns.split(per_pass, dim=1):
+    for chunk in torch.split(columns, per_pass, dim=1):
         runs.scatter_(1, chunk, _runs_of_anchors(drafter, rows, context, chunk, num_drafts))
     return runs.masked_fill(~candidates, -1).cpu()
 
@@ -98,14 +101,18 @@ def _runs_of_anchors(
     spec, num_blocks = drafter.spec, columns.shape[1]
     block_of_row, offsets = block_rows([spec.rows(num_drafts)] * num_blocks, drafter.device)
     anchors = columns[:, block_of_row]  # [B, Q]
-    blocks = Blocks(anchors=anchors, offsets=offsets, block_of_row=block_of_row, live=torch.ones_like(anchors, dtype=torch.bool))
+    blocks = Blocks(
+        anchors=anchors, offsets=offsets, block_of_row=block_of_row, live=torch.ones_like(anchors, dtype=torch.bool)
+    )
     hidden = drafter.hidden(
         drafter.embed(block_inputs(rows, blocks, spec.mask_token_id)),
         block_positions(rows, blocks, spec.max_position_embeddings),
         PackedBlockAttend(rows, blocks, context, Dense()),
     )
     anchor_ids = rows.token_ids.gather(1, columns)
-    drafts = draft_greedily(drafter, hidden.view(-1, spec.rows(num_drafts), hidden.shape[-1]), anchor_ids.flatten(), num_drafts)
+    drafts = draft_greedily(
+        drafter, hidden.view(-1, spec.rows(num_drafts), hidden.shape[-1]), anchor_ids.flatten(), num_drafts
+    )
     labels = columns[..., None] + torch.arange(1, num_drafts + 1, device=columns.device)  # [B, A, S]
     inside = labels < rows.token_ids.shape[1]
     safe = labels.clamp(max=rows.token_ids.shape[1] - 1).flatten(1)
