@@ -1,0 +1,66 @@
+"""The engine on a CUDA device: the same text as on the CPU, in every mode, and launches that never wait."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from slipstream.config import MODES, SamplingParams
+from slipstream.engine import Engine
+from slipstream.llm import Models
+from slipstream.testing import tiny_models, tiny_spec
+from tests.lossless.harness import judge, run
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [[(7 * i + 3 * j) % 17 + 3 for j in range(1 + (5 * i) % 29)] for i in range(20)]
+
+
+def on_gpu(models: Models) -> Models:
+    """The same weights on the GPU."""
+    target = models.target.to("cuda")
+    network = models.network and models.network.to("cuda")
+    if network is not None:
+        network.share(target)
+    return replace(models, target=target, network=network)
+
+
+def params_for(temperature: float) -> list[SamplingParams]:
+    top_p = 0.9 if temperature else 1.0
+    return [SamplingParams(temperature=temperature, top_p=top_p, seed=i, max_tokens=12) for i in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("algorithm", ["dspark", "dflash"])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "off"])
+def test_token_ids_equal_plain_decoding_on_the_cpu(mode: str, algorithm: str, temperature: float) -> None:
+    spec, params = tiny_spec(vocab_size=20), params_for(temperature)
+    plain = run(tiny_models(spec=spec), "off", PROMPTS, params)
+    other = run(on_gpu(tiny_models(algorithm, spec=spec)), mode, PROMPTS, params)
+    outcome, found = judge(tiny_models(spec=spec), mode, PROMPTS, params, plain, other)
+    assert outcome == "equal", found
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("mode", ["static", "lag", "lag-budget"])
+def test_launches_do_not_synchronise(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("launch_draft", "launch_verify"):
+        launch = getattr(Engine, name)
+
+        def guarded(*args: object, launch: object = launch) -> object:
+            with no_synchronisation():
+                return launch(*args)  # type: ignore[operator]
+
+        monkeypatch.setattr(Engine, name, guarded)
+    models = on_gpu(tiny_models("dspark", spec=tiny_spec(vocab_size=20)))
+    assert run(models, mode, PROMPTS, params_for(1.0)).totals.accepted > 0
