@@ -52,6 +52,7 @@ def no_synchronisation() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("mode", ["static", "lag", "lag-budget"])
 def test_launches_do_not_synchronise(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("launch_draft", "launch_verify"):
