@@ -23,6 +23,7 @@ from slipstream.device.events import Kind, Mark, NullRecorder, Recorder, Stopwat
 from slipstream.device.staging import Export, Exporter, Uploader
 from slipstream.device.state import PlanOnDevice, SlotState, apply_verdict, load
 from slipstream.draft.base import Draft, Drafter, DraftView
+from slipstream.errors import EngineError
 from slipstream.metrics import SpecCounters
 from slipstream.ops.attention import Segment
 from slipstream.ops.rank import rank
@@ -96,7 +97,7 @@ class Engine:
     def _step_plain(self) -> list[Delta]:
         plan = self._schedule()
         if plan is None:
-            return []
+            return self._stuck()
         if self.policy.waits_for == "lagged":
             self.take_confidence(self._previous.drafted if self._previous else None)
         drafted = self.launch_draft(self._with_draft_length(plan))
@@ -112,7 +113,7 @@ class Engine:
         if self.policy.waits_for == "lagged":
             self.take_confidence(previous.drafted if previous else None)
         if plan is None:  # nothing can be launched before the step in flight is known
-            return self.collect(previous)
+            return self.collect(previous) if previous else self._stuck()
         deltas = []
         drafted = self.launch_draft(self._with_draft_length(plan))
         if self.policy.waits_for == "fresh":
@@ -121,6 +122,12 @@ class Engine:
         decision = self.decide(drafted)
         self._previous = self.launch_verify(drafted, decision)
         return deltas if self.policy.waits_for == "fresh" else self.collect(previous)
+
+    def _stuck(self) -> list[Delta]:
+        """No step can be planned and nothing is in flight: fine without work, a fault with it, never a busy loop."""
+        if self.has_work:
+            raise EngineError(f"schedule: {len(self.requests)} requests and no step that any of them could take part in")
+        return []
 
     # ------------------------------------------------------------------ host stages
 
