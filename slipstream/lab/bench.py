@@ -14,7 +14,16 @@ from slipstream.lab import ceilings, machine
 from slipstream.lab.cases import BenchOptions, Case, label
 from slipstream.lab.critical_path import critical_path
 from slipstream.lab.prompts import Messages, prompts_name, read_prompts
-from slipstream.lab.report import NO_CRITICAL_PATH, Answer, Settings, Wave, bench_row, ceiling_line, compare_to_off
+from slipstream.lab.report import (
+    NO_CRITICAL_PATH,
+    Answer,
+    Settings,
+    Wave,
+    bench_row,
+    ceiling_line,
+    compare_to_off,
+    ttft_in_turn_ms,
+)
 from slipstream.llm import LLM, Completion, Models, load_models
 from slipstream.rehearse import time_step
 
@@ -91,9 +100,10 @@ def run_wave(
     begin = time.perf_counter()
     completions = tuple(llm.chat(conversations, params))
     wall_s = time.perf_counter() - begin
+    first_token_ms = ttft_in_turn_ms([c.timing for c in completions], llm.engine.scheduler.limits.max_num_seqs)
     answers = tuple(
-        Answer(token_ids=tuple(c.token_ids), spec=c.spec, ttft_ms=c.timing.ttft_ms, tpot_ms=c.timing.tpot_ms)
-        for c in completions
+        Answer(token_ids=tuple(c.token_ids), spec=c.spec, ttft_ms=ttft, tpot_ms=c.timing.tpot_ms)
+        for c, ttft in zip(completions, first_token_ms, strict=True)
     )
     wave = Wave(
         wall_s=wall_s,

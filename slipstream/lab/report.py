@@ -15,7 +15,7 @@ from rich.table import Table
 
 from slipstream.lab.cases import Case
 from slipstream.lab.critical_path import CriticalPath
-from slipstream.metrics import SpecCounters
+from slipstream.metrics import SpecCounters, Timing
 
 MAX_LOOP_PERIOD = 64  # tokens
 MIN_LOOP_REPEATS = 3
@@ -40,7 +40,7 @@ class Answer:
 
     token_ids: tuple[int, ...]
     spec: SpecCounters
-    ttft_ms: float
+    ttft_ms: float  # from when its turn came
     tpot_ms: float | None
 
 
@@ -76,6 +76,17 @@ def ends_in_loop(token_ids: Sequence[int]) -> bool:
         if tail[period:] == tail[:-period]:
             return True
     return False
+
+
+def ttft_in_turn_ms(timings: Sequence[Timing], concurrency: int) -> list[float]:
+    """Time to first token of each request, from when its turn came.
+
+    All requests of a wave are submitted at once and served in order, `concurrency` at a time: request i begins when the
+    (i - concurrency)-th answer is complete, and what it waited before that says nothing about the engine.
+    """
+    ends = sorted(timing.last_token_s for timing in timings)
+    begins = [t.submitted_s if i < concurrency else ends[i - concurrency] for i, t in enumerate(timings)]
+    return [1e3 * (t.first_token_s - begin) for t, begin in zip(timings, begins, strict=True)]
 
 
 def total(answers: Sequence[Answer]) -> SpecCounters:

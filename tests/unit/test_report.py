@@ -18,8 +18,9 @@ from slipstream.lab.report import (
     ends_in_loop,
     plain_json,
     rows_table,
+    ttft_in_turn_ms,
 )
-from slipstream.metrics import SpecCounters
+from slipstream.metrics import SpecCounters, Timing
 
 SETTINGS = Settings(prompts="sample", dtype="float32", acceptance="coupled", temperature=0.0)
 NAMED_KEYS = (
@@ -98,6 +99,16 @@ def test_acceptance_without_loops_leaves_loops_out() -> None:
     assert row["looping_answers"] == 1
     assert row["mean_accepted_length"] == 3.5
     assert row["mean_accepted_length_no_loops"] == 2.0
+
+
+def test_first_tokens_are_timed_from_their_turn() -> None:
+    def timing(first: float, last: float) -> Timing:
+        return Timing(submitted_s=0.0, first_token_s=first, last_token_s=last, num_tokens=2)
+
+    one_by_one = [timing(1.0, 3.0), timing(4.0, 6.0), timing(8.0, 9.0)]
+    assert ttft_in_turn_ms(one_by_one, 1) == [1000, 1000, 2000]
+    assert ttft_in_turn_ms(one_by_one, 2) == [1000, 4000, 5000]
+    assert ttft_in_turn_ms(one_by_one, 8) == [1000, 4000, 8000]
 
 
 def test_plain_json_has_no_nan() -> None:
