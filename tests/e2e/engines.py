@@ -132,6 +132,19 @@ def make_llm(
     return llm
 
 
+def known(
+    prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], models: Models | None = None
+) -> list[list[int]]:
+    """Prompts with the answers of plain decoding, as `ScriptedDrafter` wants them."""
+    answers = plain_answers(prompts, params, models)
+    return [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+def never(position: Tensor) -> Tensor:
+    """Right at no position."""
+    return position >= 0
+
+
 def pool_bytes(pages: int, llm: LLM) -> int:
     """`kv_memory` for so many pages that can be owned, of an engine like `llm`."""
     per_page = sum(pool.keys[:, :1].nbytes + pool.values[:, :1].nbytes for pool in llm.engine._pools)
@@ -215,3 +228,22 @@ class Spy:
         (step,) = [step for step in self.steps if step.plan.step == plan.step]
         step.result = result
         self._learn(plan, result, *rest)
+
+
+def check_batch(step: Step, page_size: int = 8) -> None:
+    """Rows, positions, KV slots and token ids that the target saw are those of the device's widths."""
+    batch, widths, given = step.batch, step.batch.widths, torch.as_tensor(step.plan.num_given_np)
+    rows = (widths + given).tolist()
+    assert batch.cu_rows.tolist() == [0, *np.cumsum(rows)]
+    assert batch.row_sequence.tolist() == [i for i, count in enumerate(rows) for _ in range(count)]
+    first = 0
+    for i, count in enumerate(rows):
+        mine = slice(first, first + count)
+        positions = batch.positions[mine]
+        assert positions.tolist() == list(range(int(batch.context[i]), int(batch.context[i]) + count))
+        pages = batch.page_table[i, positions // page_size]
+        assert batch.kv_slots[mine].tolist() == (pages * page_size + positions % page_size).tolist()
+        if i < step.plan.num_decode and widths[i]:
+            assert step.token_ids[mine][1:].tolist() == step.draft.token_ids[i, : widths[i]].tolist()
+        first += count
+    assert len(step.token_ids) == first

@@ -16,25 +16,20 @@ from tests.e2e.engines import (
     ScriptedDrafter,
     Spy,
     asks_for,
+    check_batch,
     constant,
     greedy,
+    known,
     make_llm,
     models_with,
+    never,
     plain_answers,
     pool_bytes,
     prompts_of,
-)  # fmt: skip
+)
 
 K = 4
 LOOPS = pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
-
-
-def known(prompts, params):
-    return [[*prompt, *answer] for prompt, answer in zip(prompts, plain_answers(prompts, params), strict=True)]
-
-
-def never(position):
-    return position >= 0
 
 
 def by_context(width):
@@ -47,25 +42,6 @@ def run(llm, prompts, params):
     answers = [answer.token_ids for answer in llm.generate(prompts, params)]
     assert_nothing_left(llm.engine)
     return answers, spy
-
-
-def check_batch(step):
-    """Rows, positions, KV slots and token ids that the target saw are those of the device's widths."""
-    batch, widths, given = step.batch, step.batch.widths, torch.as_tensor(step.plan.num_given_np)
-    rows = (widths + given).tolist()
-    assert batch.cu_rows.tolist() == [0, *np.cumsum(rows)]
-    assert batch.row_sequence.tolist() == [i for i, count in enumerate(rows) for _ in range(count)]
-    first = 0
-    for i, count in enumerate(rows):
-        mine = slice(first, first + count)
-        positions = batch.positions[mine]
-        assert positions.tolist() == list(range(int(batch.context[i]), int(batch.context[i]) + count))
-        pages = batch.page_table[i, positions // 8]
-        assert batch.kv_slots[mine].tolist() == (pages * 8 + positions % 8).tolist()
-        if i < step.plan.num_decode and widths[i]:
-            assert step.token_ids[mine][1:].tolist() == step.draft.token_ids[i, : widths[i]].tolist()
-        first += count
-    assert len(step.token_ids) == first
 
 
 # ------------------------------------------------------------------------------------------------------- age (fault 3)

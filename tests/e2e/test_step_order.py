@@ -166,12 +166,13 @@ SAMPLING = {
 
 
 WAYS = [
-    ("off", "dspark", "coupled"), *itertools.product(SPECULATING, ("dspark", "dflash"), ("coupled", "rejection"))
-]  # fmt: skip
+    *itertools.product(["off"], ["dspark"], ["coupled"], SAMPLING),
+    *itertools.product(SPECULATING, ["dspark"], ["coupled", "rejection"], SAMPLING),
+    *itertools.product(["static", "lag-budget"], ["dflash"], ["coupled", "rejection"], ["mixed"]),
+]
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize(("mode", "algorithm", "acceptance"), WAYS)
+@pytest.mark.parametrize(("mode", "algorithm", "acceptance", "sampling"), WAYS)
 def test_no_hidden_reads(mode, algorithm, acceptance, sampling):
     """Prompts are prefilled in chunks beside others that decode already."""
     prompts = prompts_of(3, 20, 1)
