@@ -1,9 +1,10 @@
-"""Products with weights, and a faster layout for those that are only served, on a CPU in bf16.
+"""Products with weights, and a faster layout for those that are only served, on a CPU.
 
-oneDNN rearranges a bf16 matrix every time it multiplies by it, which for a few rows takes longer than the product.
-`prepack` does that once and keeps the result beside the weight; `linear` uses it. Results are equal to the bit.
-Measured on 2 cores of an EPYC (Zen 5, avx512_bf16), all matrices of SmolLM2-135M but the head: 1 row 17.6 -> 9.8 ms,
-8 rows 22.4 -> 10.7, 32 rows 34.5 -> 22.8; head at 1 row 3.0 -> 1.7. The price is the memory of a second copy.
+oneDNN rearranges a bf16 matrix every time it multiplies by it, which for a few rows takes longer than the product; fp32
+products of few rows leave it for a slower library. `prepack` rearranges once and keeps the result beside the weight;
+`linear` uses it. In bf16 results are equal to the bit, in fp32 to rounding. The price is the memory of a second copy.
+Measured on 2 cores of an EPYC (Zen 5, avx512_bf16), all matrices of SmolLM2-135M but the head, in bf16: 1 row 17.6 ->
+9.8 ms, 8 rows 22.4 -> 10.7, 32 rows 34.5 -> 22.8, head at 1 row 3.0 -> 1.7; with the head, in fp32: 8 rows 70 -> 28.
 Called by every layer of target and drafters; `prepack` through `models.layers.prepack_networks`, never for training.
 """
 
@@ -58,7 +59,7 @@ def prepack(weights: Iterable[Tensor]) -> bool:
 
 
 def _gains(weight: Tensor) -> bool:
-    supported = _MULTIPLY is not None and _REORDER is not None and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return (
-        bool(supported) and weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and not weight.requires_grad
-    )
+    if _MULTIPLY is None or _REORDER is None or weight.device.type != "cpu" or weight.requires_grad:
+        return False
+    native = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return native or weight.dtype == torch.float32
