@@ -8,7 +8,7 @@ be (nothing, the last step, this step) and nothing else about it.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections import deque
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -77,6 +77,7 @@ class Engine:
         self.recorder = recorder or NullRecorder()
         self.totals = SpecCounters()
         self.requests: dict[int, Request] = {}
+        self._inboxes: dict[int, deque[Delta]] = {}
         self.num_decode_steps = 0  # launched steps in which somebody decoded
         self._rule = rule
         self._vocab_size = vocab_size
@@ -91,8 +92,16 @@ class Engine:
     # ------------------------------------------------------------------ the two loops
 
     def step(self) -> list[Delta]:
-        """One turn of the loop: launches a step if one can be planned, returns what requests gained."""
-        return self._step_overlapped() if self.overlap else self._step_plain()
+        """One turn of the loop: launches a step if one can be planned, returns what requests gained.
+
+        An exception of a part (a drafter, a policy, an interrupt) leaves a step half-way. It ends every running request
+        with an error and is raised; the engine can go on with others.
+        """
+        try:
+            return self._step_overlapped() if self.overlap else self._step_plain()
+        except BaseException as error:
+            self._abandon(error)
+            raise
 
     def _step_plain(self) -> list[Delta]:
         plan = self._schedule()
@@ -126,7 +135,9 @@ class Engine:
     def _stuck(self) -> list[Delta]:
         """No step can be planned and nothing is in flight: fine without work, a fault with it, never a busy loop."""
         if self.has_work:
-            raise EngineError(f"schedule: {len(self.requests)} requests and no step that any of them could take part in")
+            raise EngineError(
+                f"schedule: {len(self.requests)} requests and no step that any of them could take part in"
+            )
         return []
 
     # ------------------------------------------------------------------ host stages
@@ -226,15 +237,20 @@ class Engine:
             self.policy.timed(plan, flight.decision, flight.device_ms)
             deltas = commit(plan, result, self.requests, self.scheduler)
         for delta in deltas:
+            if (inbox := self._inboxes.get(delta.request.uid)) is not None:
+                inbox.append(delta)
             if delta.finish_reason is not None:
                 self._forget(delta.request)
         return deltas
 
     # ------------------------------------------------------------------ requests
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, inbox: deque[Delta] | None = None) -> None:
+        """Queue a request. What it gains is put into its inbox as well, whoever drives the loop then."""
         self.scheduler.add(request)
         self.requests[request.uid] = request
+        if inbox is not None:
+            self._inboxes[request.uid] = inbox
 
     def abort(self, uid: int) -> None:
         """End a request at once, wherever it is; what of it lies in flight is dropped. Unknown ids are ignored."""
@@ -247,20 +263,25 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def run(self) -> Iterator[Delta]:
-        """Steps until no request is left."""
-        while self.has_work:
-            yield from self.step()
-        self.drain()
-
     def drain(self) -> None:
-        """Collect what is still in flight; its requests have ended already."""
-        previous, self._previous = self._previous, None
-        if self.overlap:
-            self.collect(previous)
+        """With nobody left to go on, collect what is still in flight: it belongs to requests that have ended."""
+        if not self.has_work:
+            previous, self._previous = self._previous, None
+            if self.overlap:
+                self.collect(previous)
+
+    def _abandon(self, error: BaseException) -> None:
+        """End all that may have taken part in a step that failed; requests that wait in the queue did not."""
+        self._previous = None
+        for request in list(self.requests.values()):
+            if request.slot is not None or request.is_finished:
+                request.error = f"a step failed: {error!r}"
+                self.scheduler.finish(request, "error")
+                self._forget(request)
 
     def _forget(self, request: Request) -> None:
         del self.requests[request.uid]
+        self._inboxes.pop(request.uid, None)
         self.totals.merge(request.counters)
 
     # ------------------------------------------------------------------ what the stages are given

@@ -11,7 +11,8 @@ import logging
 import os
 import platform
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 
 from slipstream.cache.pages import NUM_RESERVED_PAGES, PageAllocator
 from slipstream.cache.pool import KVPool
+from slipstream.commit import Delta
 from slipstream.config import DEFAULT_MAX_DRAFTS, EngineConfig, SamplingParams, SpeculativeConfig, from_mapping
 from slipstream.decide.cost import CostModel, CostProfile
 from slipstream.decide.policy import FullWidth, Policy, make_policy
@@ -174,7 +176,7 @@ class LLM:
         self, prompt: str | Sequence[int] | Sequence[Message], params: SamplingParams | None = None
     ) -> Iterator[Chunk]:
         """The answer to one raw text or conversation, step by step. Closing the iterator ends the request."""
-        is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        is_chat = isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         given = self._chat_ids(prompt) if is_chat else prompt  # type: ignore[arg-type]
         return self._stream(self._request(given, params or SamplingParams()))  # type: ignore[arg-type]
 
@@ -185,12 +187,14 @@ class LLM:
 
     def _stream(self, request: Request) -> Iterator[Chunk]:
         text = TextStream(self.tokenizer.stream())
-        self.engine.add(request)
+        inbox: deque[Delta] = deque()  # filled by any caller's steps: streams may be read in turn
+        self.engine.add(request, inbox)
         try:
-            while not request.is_finished:
-                for delta in self.engine.step():
-                    if delta.request is request and (delta.token_ids or delta.finish_reason):
-                        yield text.chunk(delta)
+            while inbox or not request.is_finished:
+                if not inbox:
+                    self.engine.step()
+                elif (delta := inbox.popleft()).token_ids or delta.finish_reason:
+                    yield text.chunk(delta)
             if request.error:
                 raise EngineError(request.error)
         finally:
@@ -201,8 +205,8 @@ class LLM:
         try:
             for request in requests:
                 self.engine.add(request)
-            for _ in self.engine.run():
-                pass
+            while not all(request.is_finished for request in requests):
+                self.engine.step()
         finally:
             for request in requests:
                 self.engine.abort(request.uid)  # only what an interruption left behind
@@ -212,6 +216,8 @@ class LLM:
         return self.tokenizer.encode(self.tokenizer.chat(messages))
 
     def _request(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
+        if not isinstance(prompt, Iterable):
+            raise RequestError(f"prompt is {prompt!r}; give a text or a list of token ids")
         token_ids = self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else list(prompt)
         check_prompt(token_ids, self.models.vocab_size, self.max_model_len)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
@@ -424,9 +430,7 @@ def _num_drafts(speculative: SpeculativeConfig, drafter: Drafter | None, notes: 
     return asked
 
 
-def _cost_model(
-    speculative: SpeculativeConfig, engine: Engine, models: Models, notes: list[Note]
-) -> CostModel | None:
+def _cost_model(speculative: SpeculativeConfig, engine: Engine, models: Models, notes: list[Note]) -> CostModel | None:
     """What steps cost: from the file named, else the profile stored for this pair and machine, else measured now."""
     if not speculative.enable_adaptive_speculative_decode or speculative.cost_model == "none":
         return None
