@@ -308,10 +308,10 @@ def test_an_exception_of_a_part_reaches_the_caller_and_leaves_nothing(part, name
     for count in (1, 4):
         setattr(owner, name, breaks_at(whole, count))
         with pytest.raises(Broken, match="on purpose"):
-            llm.generate(PROMPTS, greedy(20))
+            llm.generate(PROMPTS, greedy(8))
         assert_nothing_left(llm.engine)
         setattr(owner, name, whole)
-        assert ids(llm.generate(PROMPTS, greedy(20))) == plain_20()
+        assert ids(llm.generate(PROMPTS, greedy(8))) == [plain[:8] for plain in plain_20()]
         assert_nothing_left(llm.engine)
 
 

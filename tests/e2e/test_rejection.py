@@ -14,7 +14,6 @@ from slipstream.decide.cost import CostModel, DraftTimes, LinearCost
 from slipstream.models.layers import DenseAttend
 from slipstream.testing import assert_nothing_left
 from tests.e2e.engines import (
-    PRUNING,
     SPECULATING,
     VOCAB,
     ScriptedDrafter,
@@ -28,7 +27,6 @@ from tests.e2e.engines import (
 )
 
 MODES = pytest.mark.parametrize("mode", SPECULATING)
-LOOPS = pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
 PROMPTS = prompts_of(5, 9, 7, 3)
 
 
@@ -58,11 +56,10 @@ def conclusive(mode, totals):
     return 0 < totals.accepted < totals.verified and (mode == "static" or totals.verified < totals.drafted)
 
 
-@LOOPS
-@pytest.mark.parametrize("source", ["scripted", "dspark", "dflash"])
+@pytest.mark.parametrize(("source", "overlap"), [("scripted", True), ("scripted", False), ("dspark", True)])
 @MODES
 def test_greedy_text_is_the_plain_decoders(mode, source, overlap):
-    params = greedy(20)
+    params = greedy(14)
     drafter = scripted(params) if source == "scripted" else None
     models = models_with(None if drafter else source)
     llm = make_llm(mode, drafter, models=models, acceptance="rejection", overlap=overlap, learns=True, cost=cheap(6.0))
@@ -71,12 +68,11 @@ def test_greedy_text_is_the_plain_decoders(mode, source, overlap):
     assert_nothing_left(llm.engine)
 
 
-@LOOPS
-@pytest.mark.parametrize("source", ["scripted", "dspark"])
+@pytest.mark.parametrize(("source", "overlap"), [("scripted", True), ("dspark", False)])
 @MODES
 def test_sampled_runs_are_reproducible(mode, source, overlap):
     """With the same seeds; and without speculation's help the numbers would mean nothing."""
-    params = [greedy(24, temperature=1.0, top_p=0.95, top_k=15, seed=i) for i in range(len(PROMPTS))]
+    params = [greedy(14, temperature=1.0, top_p=0.95, top_k=15, seed=i) for i in range(len(PROMPTS))]
 
     def run():
         drafter = scripted(params) if source == "scripted" else None
@@ -90,7 +86,7 @@ def test_sampled_runs_are_reproducible(mode, source, overlap):
 
     (first, totals), (second, _) = run(), run()
     assert first == second
-    assert all(len(answer) == 24 for answer in first)
+    assert all(len(answer) == 14 for answer in first)
     assert conclusive(mode, totals)
 
 
@@ -131,7 +127,7 @@ def test_a_seeded_request_does_not_depend_on_its_neighbours(mode):
 
 
 PROMPT = [5, 9, 3]
-COUNT = 1500
+COUNT = 1200
 
 
 @cache
@@ -153,10 +149,11 @@ def laws():
     return np.stack([first @ second, third])
 
 
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-@pytest.mark.parametrize("mode", ["static", *PRUNING])
+@pytest.mark.parametrize(
+    ("mode", "acceptance"), [*((mode, "rejection") for mode in SPECULATING), ("lag-budget", "coupled")]
+)
 def test_frequencies_are_the_targets(mode, acceptance):
-    """Chi-square of 1500 answers; a right engine fails once in ten thousand runs with other seeds (these are fixed)."""
+    """Chi-square of 1200 answers; a right engine fails once in ten thousand runs with other seeds (these are fixed)."""
     params = [greedy(3, temperature=1.0, seed=seed) for seed in range(COUNT)]
     llm = make_llm(
         mode, models=models_with("dspark"), acceptance=acceptance, max_num_seqs=128, max_num_batched_tokens=512,
