@@ -12,6 +12,8 @@ from tests.e2e.engines import (
     SPECULATING,
     VOCAB,
     ScriptedDrafter,
+    Spy,
+    asks_for,
     greedy,
     known,
     make_llm,
@@ -243,6 +245,30 @@ def test_closing_a_stream_frees_everything_and_disturbs_nobody(mode, overlap):
     assert_nothing_left(llm.engine)
     llm.stream(PROMPTS[2], greedy(20))  # never read: never started
     assert_nothing_left(llm.engine)
+
+
+@LOOPS
+def test_closing_a_stream_takes_no_confidence_from_others(overlap):
+    """Widths follow the last step's confidence, whoever comes and goes."""
+
+    def widths(company):
+        script = asks_for(lambda view: (view.context * 7 + 2) % 5)
+        scripted = ScriptedDrafter(known(PROMPTS, greedy(20)), confidence=script, wrong=lambda position: position > 0)
+        llm = make_llm("lag", scripted, overlap=overlap)
+        spy = Spy(llm)
+        stream = llm.stream(PROMPTS[0], greedy(20))
+        chunks = [next(stream)]
+        for _ in range(4):
+            chunks.append(next(stream))
+            if company:
+                other = llm.stream(PROMPTS[1], greedy(20))
+                next(other), next(other)
+                other.close()
+        assert joined([*chunks, *stream]) == plain_20()[0]
+        assert_nothing_left(llm.engine)
+        return spy.widths_of(1)
+
+    assert widths(company=True) == widths(company=False)
 
 
 def test_an_error_in_one_request_leaves_the_others_alone():
