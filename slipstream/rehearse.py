@@ -42,7 +42,7 @@ def time_step(
     times = []
     with _made_up_requests(engine, num_sequences, context, length) as plan:
         for _ in range(repeats + 1):
-            engine.state.context[: num_sequences].fill_(context)
+            engine.state.context[:num_sequences].fill_(context)
             start = _now(engine)
             drafted = engine.launch_draft(plan)
             middle = _now(engine)

@@ -84,9 +84,7 @@ def _admit(state: SlotState, admission: Admission, uploader: Uploader) -> None:
     state.seed[slot].fill_(admission.seed)
 
 
-def apply_verdict(
-    state: SlotState, plan: PlanOnDevice, num_accepted: Tensor, emitted: Tensor
-) -> None:
+def apply_verdict(state: SlotState, plan: PlanOnDevice, num_accepted: Tensor, emitted: Tensor) -> None:
     """Move the slots forward: num_accepted n [B] (0 where nothing is emitted), emitted [B, w + 1] ids, valid up to n.
 
     The tokens y_0..y_n become known at positions s + given .. s + given + n; the newest of them is the next anchor.

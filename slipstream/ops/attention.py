@@ -135,9 +135,7 @@ def _causal_mask(positions: Tensor, keys_at: Tensor, window: int | None, dtype: 
     return _additive(seen, dtype)
 
 
-def _block_mask(
-    context: Tensor, positions: Tensor, keys_at: Tensor, window: int | None, dtype: torch.dtype
-) -> Tensor:
+def _block_mask(context: Tensor, positions: Tensor, keys_at: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
     n = positions.shape[1]
     seen = (keys_at < context[:, None])[:, None, :].expand(-1, n, -1)
     inside = torch.ones(n, n, dtype=torch.bool, device=context.device)

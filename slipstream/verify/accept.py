@@ -91,9 +91,7 @@ class CoupledRule:
         steps = torch.arange(places, device=view.seed.device)
         decode = view.first_position[: view.num_decode, None] + steps
         positions = torch.cat([decode.flatten(), view.first_position[view.num_decode :]])
-        seeds = torch.cat(
-            [view.seed[: view.num_decode].repeat_interleave(places), view.seed[view.num_decode :]]
-        )
+        seeds = torch.cat([view.seed[: view.num_decode].repeat_interleave(places), view.seed[view.num_decode :]])
         return gumbel(seeds, positions, vocab_size)
 
 

@@ -20,9 +20,7 @@ class Target:
         self._windows = [spec.window(layer) for layer in range(spec.num_layers)]
         self._scale = spec.head_dim**-0.5
 
-    def verify(
-        self, batch: Batch, token_ids: Tensor, segments: tuple[Segment, ...]
-    ) -> tuple[Tensor, Tensor | None]:
+    def verify(self, batch: Batch, token_ids: Tensor, segments: tuple[Segment, ...]) -> tuple[Tensor, Tensor | None]:
         """token_ids [R] -> logits of the output rows [O, V] in the model's dtype, features [R, K * H] or None."""
         plan = plan_paged(
             segments, batch.cu_rows, batch.context, batch.page_table, batch.row_sequence, batch.row_offset,
@@ -36,5 +34,3 @@ class Target:
         hidden, features = self.decoder(token_ids, batch.positions, attend, self.taps)
         logits = self.decoder.logits(hidden.index_select(0, batch.output_rows))
         return logits[:, : self._num_token_ids], features
-
-
