@@ -201,12 +201,13 @@ class Engine:
             if self.drafter is not None and features is not None:
                 kv_slots = committed_kv_slots(batch, verdict.num_accepted, self._page_size)
                 self.drafter.absorb(features, batch.positions, kv_slots)
+        end = self._stopwatch.mark()  # before the export: whoever waited for that has waited for this mark too
         with self._span(step, "export", "device"):
             result = self._exporter.start({
                 "widths": widths, "num_accepted": verdict.num_accepted, "emitted": verdict.emitted,
                 "invalid": verdict.invalid,
             })  # fmt: skip
-        return Flight(drafted, decision, result, (start, self._stopwatch.mark()))
+        return Flight(drafted, decision, result, (start, end))
 
     # ------------------------------------------------------------------ the two functions that wait
 

@@ -61,9 +61,11 @@ def load(state: SlotState, plan: StepPlan, uploader: Uploader, pools: tuple[KVPo
         "emits": plan.emits_np,
         "page_writes": plan.page_writes_np.astype(np.int64).reshape(-1, 3),
     }
-    moved = uploader.upload(arrays)
+    # One copy for all: with one per admission, the uploader would run out of free buffers and wait for the device.
+    prompts = {f"prompt_{a.slot}": a.token_ids_np.astype(np.int32) for a in plan.admissions}
+    moved = uploader.upload(arrays | prompts)
     for admission in plan.admissions:
-        _admit(state, admission, uploader)
+        _admit(state, admission, moved[f"prompt_{admission.slot}"])
     if len(plan.page_writes_np):
         slot, index, page = moved["page_writes"].unbind(1)
         state.page_table.index_put_((slot, index), page)
@@ -72,10 +74,9 @@ def load(state: SlotState, plan: StepPlan, uploader: Uploader, pools: tuple[KVPo
     return PlanOnDevice(moved["slots"], moved["num_given"], moved["emits"])
 
 
-def _admit(state: SlotState, admission: Admission, uploader: Uploader) -> None:
-    slot, count = admission.slot, len(admission.token_ids_np)
-    moved = uploader.upload({"token_ids": admission.token_ids_np.astype(np.int32)})
-    state.token_ids[slot, :count].copy_(moved["token_ids"])
+def _admit(state: SlotState, admission: Admission, token_ids: Tensor) -> None:
+    slot = admission.slot
+    state.token_ids[slot, : len(token_ids)].copy_(token_ids)
     state.context[slot].zero_()
     state.page_table[slot].fill_(NULL_PAGE)
     state.temperature[slot].fill_(admission.temperature)

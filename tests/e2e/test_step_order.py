@@ -14,6 +14,7 @@ import torch
 
 from slipstream.decide.confidence import ConfidenceStore
 from slipstream.decide.survival import SurvivalModel, _LagMap
+from slipstream.device.staging import Uploader
 from slipstream.engine import Engine
 from slipstream.testing import HiddenRead, assert_nothing_left, forbid_hidden_reads
 from tests.e2e.engines import (
@@ -93,6 +94,16 @@ def test_the_order_of_stages(mode, overlap):
     for turn in steady:
         if turn[0][0] > 1:  # until then some prefill
             assert turn == expected(mode, overlap, turn[0][0])
+
+
+@pytest.mark.parametrize("mode", ["off", *SPECULATING])
+def test_two_copies_go_down_per_step(mode, monkeypatch):
+    """However many requests are admitted: a third would wait for the first, which is queued behind the last step."""
+    llm = make_llm(mode, None if mode == "off" else drafter())
+    upload, copies = Uploader.upload, []
+    monkeypatch.setattr(Uploader, "upload", lambda self, arrays: copies.append(1) or upload(self, arrays))
+    _, spans = recorded(llm)
+    assert len(copies) == 2 * sum(span.name == "load" for span in spans) > 0
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
