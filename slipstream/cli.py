@@ -8,6 +8,7 @@ With `--json` the last line of stdout is one JSON object and everything else goe
 import dataclasses
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -220,7 +221,7 @@ def bench(
 @app.command(epilog="Example: slipstream profile --draft smollm2-135m-dspark --budget 30")
 def profile(
     model: Model = None,
-    draft: Draft = "smollm2-135m-dspark",
+    draft: Draft = None,
     num_speculative_tokens: NumDrafts = None,
     budget: Annotated[float, typer.Option(help="Seconds to spend.")] = 30.0,
     max_num_seqs: Annotated[
@@ -235,9 +236,11 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Measure what a step costs, by rows, sequences and context, and keep it as a cost model."""
-    if budget <= 0:
-        raise ConfigError(f"budget is {budget}; it must be above 0 seconds")
+    if not 0 < budget < math.inf:
+        raise ConfigError(f"budget is {budget}; it must be a number of seconds above 0")
     options = _options(locals())
+    if options.model is None:  # the built-in drafter fits the built-in model only
+        options = dataclasses.replace(options, speculative={"draft_model": BenchOptions().draft, **options.speculative})
 
     from slipstream.lab import profile as lab
 
@@ -444,6 +447,7 @@ def _print_json(value: Any) -> None:
 
 def _deliver(report: dict[str, Any], output: Path | None, as_json: bool) -> None:
     if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(plain_json(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
         _say(f"written to {output}")
     if as_json:

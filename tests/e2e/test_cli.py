@@ -126,13 +126,13 @@ def test_bench_reports_all_modes_side_by_side(run: Run, tiny: list[str], tmp_pat
     prompts.write_text('{"turns": ["one"]}\n{"turns": ["two"]}\n')
     outcome = run(
         "bench", *tiny, "--requests", 2, "--waves", 2, "--concurrency", "1,2", "--probe", "--config", config,
-        "--prompts", prompts, "--output", tmp_path / "report.json", "--json",
+        "--prompts", prompts, "--output", tmp_path / "new" / "report.json", "--json",
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
     assert len(outcome.out.splitlines()) == 1
     report = outcome.json
     assert list(report) == ["git", "versions", "device", "ceilings", "model", "draft", "rows"]
-    assert report == json.loads((tmp_path / "report.json").read_text())
+    assert report == json.loads((tmp_path / "new" / "report.json").read_text())
     assert [(row["mode"], row["concurrency"]) for row in report["rows"]] == [(m, c) for c in (1, 2) for m in MODES]
     for row in report["rows"]:
         assert row["output_tokens"] == 32
@@ -159,6 +159,20 @@ def test_profile_is_stored_where_auto_finds_it(run: Run, tiny: list[str], own_ho
     assert generated.code == 0, generated.err
     given = run("generate", "hi", *tiny, "--verify", "lag", "--max-tokens", 4, "--cost-model", report["path"], "--json")
     assert given.json["token_ids"] == generated.json["token_ids"]
+
+
+def test_profile_takes_the_drafter_of_the_file(run: Run, tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
+    config = tmp_path / "options.json"
+    target, drafter = (str(folder) for folder in tiny_folders)
+    config.write_text(json.dumps({"model": target, "draft_model": drafter, "dtype": "float32", "max_num_seqs": 1}))
+    output = tmp_path / "new" / "cost.json"
+    outcome = run("profile", "--config", config, "--budget", 0.2, "--output", output, "--json")
+    assert outcome.code == 0, outcome.err
+    assert outcome.json["key"]["drafter"] == drafter
+    assert output.is_file()
+    refuses(run("profile", "--model", target), 2, "name a drafter", "--draft")
+    for budget in ("0", "nan", "inf"):
+        refuses(run("profile", "--config", config, "--budget", budget), 2, "budget is")
 
 
 def test_inspect_says_what_a_checkpoint_is(run: Run, tiny_folders: tuple[Path, Path]) -> None:
