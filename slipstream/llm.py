@@ -30,7 +30,7 @@ from slipstream.device.state import make_slot_state
 from slipstream.draft.base import Drafter
 from slipstream.draft.block import BlockDraft
 from slipstream.engine import Engine
-from slipstream.errors import CapacityError, ConfigError, EngineError, RequestError
+from slipstream.errors import CapacityError, CheckpointError, ConfigError, EngineError, RequestError
 from slipstream.lab.profile import measure, profile_key, stored_profile
 from slipstream.metrics import SpecCounters, Timing
 from slipstream.models.checkpoint import DrafterSpec
@@ -273,9 +273,11 @@ def build_engine(
     if speculative.mode != "off" and drafter is None and models.network is None:
         raise ConfigError(f"draft_model {speculative.draft_model!r} was not loaded: pass it to load_models")
     network = models.network if speculative.mode != "off" and drafter is None else None
+    _check_loaded(models, config)
     sizes = _sizes(config, models, network, notes)
     target_pool, draft_pool = _pools(models, network, sizes.num_pages, sizes.page_size)
     if draft_pool is not None and network is not None:
+        _check_draft_vocabulary(network, vocab_size)
         drafter = BlockDraft(network, draft_pool, vocab_size)
     _check_algorithm(speculative, models)
     num_drafts = _num_drafts(speculative, drafter, notes)
@@ -312,6 +314,17 @@ def build_engine(
         )
         notes += reasons
     return engine
+
+
+def _check_loaded(models: Models, config: EngineConfig) -> None:
+    """Weights that are loaded already stay what and where they are."""
+    dtype = str(models.dtype).removeprefix("torch.")
+    if config.dtype not in ("auto", dtype):
+        raise ConfigError(f"dtype is {config.dtype!r}, but the models were loaded as {dtype}; ask load_models for it")
+    if config.device not in ("auto", str(models.device), models.device.type):
+        raise ConfigError(
+            f"device is {config.device!r}, but the models were loaded on {models.device}; ask load_models for it"
+        )
 
 
 def _device(asked: str, notes: list[Note]) -> torch.device:
@@ -414,6 +427,16 @@ def _check_algorithm(speculative: SpeculativeConfig, models: Models) -> None:
         raise ConfigError(
             f"speculative_algorithm is {asked!r}, but {models.drafter_name} is a {models.network.spec.algorithm} "
             f"drafter; use auto, or name another drafter"
+        )
+
+
+def _check_draft_vocabulary(network: BlockDrafter, vocab_size: int) -> None:
+    """Noise and rejection go by the ids that the tokenizer knows; a padding id of the table has no place there."""
+    highest = int(network.draft_token_ids[-1])  # they ascend
+    if network.spec.draft_vocab_size is not None and highest >= vocab_size:
+        raise CheckpointError(
+            f"d2t maps to token id {highest}, which only pads the target's table: the tokenizer knows {vocab_size} ids; "
+            "use a drafter made for this tokenizer"
         )
 
 

@@ -1,12 +1,14 @@
 """`LLM` as users call it: order, bad input, streams beside each other, seeds, and errors that leave nothing behind."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from slipstream import SamplingParams
-from slipstream.errors import CapacityError, ConfigError, EngineError, RequestError
+from slipstream import SamplingParams, SpeculativeConfig
+from slipstream.errors import CapacityError, CheckpointError, ConfigError, EngineError, RequestError
 from slipstream.llm import LLM
-from slipstream.testing import assert_nothing_left
+from slipstream.testing import assert_nothing_left, tiny_models, tiny_tokenizer
 from tests.e2e.engines import (
     PRUNING,
     SPECULATING,
@@ -124,6 +126,25 @@ def test_bad_parameters_are_refused():
             SamplingParams(**fields)
     with pytest.raises(ConfigError, match=r"max_num_seq.*did you mean max_num_seqs"):
         LLM(models_with(), max_num_seq=3)
+
+
+def test_what_loaded_models_cannot_follow_is_refused():
+    with pytest.raises(ConfigError, match="dtype is 'bfloat16', but the models were loaded as float32"):
+        LLM(models_with(), dtype="bfloat16")
+    with pytest.raises(ConfigError, match="device is 'cuda', but the models were loaded on cpu"):
+        LLM(models_with(), device="cuda")
+    assert LLM(models_with(), dtype="float32", device="cpu").models.dtype == torch.float32
+
+
+def test_a_draft_vocabulary_beyond_the_tokenizer_is_refused():
+    """Otherwise the first sampled step would index noise that is not there."""
+    models = tiny_models("dspark", draft_vocab_size=16)
+    models.network.set_draft_vocabulary(torch.tensor([*range(15), 63]))
+    models.network.share(models.target)
+    speculative = SpeculativeConfig(draft_model="tiny")
+    assert LLM(models, speculative=speculative).engine.drafter
+    with pytest.raises(CheckpointError, match=r"d2t maps to token id 63.*knows 60 ids"):
+        LLM(replace(models, tokenizer=tiny_tokenizer(60)), speculative=speculative)
 
 
 def test_a_request_larger_than_the_pool_is_refused_and_the_others_go_on():
