@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.config import MODES, SamplingParams
+from slipstream.decide.cost import CostModel
 from slipstream.draft.base import Drafter
 from slipstream.llm import Models, load_models
 from slipstream.testing import TableDrafter, next_token_table
@@ -57,6 +58,11 @@ def params_for(temperature: float) -> list[SamplingParams]:
     return [SamplingParams(temperature=temperature, top_p=top_p, seed=i, max_tokens=8) for i in range(len(OPENINGS))]
 
 
+def single_draft_cost(name: str, concurrency: int) -> CostModel:
+    """A single draft is priced so that some are verified and some are not."""
+    return scripted_cost(row_ms=1.1 if concurrency == 1 or name == "table" else 0.2, fixed_ms=1.0)
+
+
 @cache
 def plain_run(temperature: float) -> Run:
     return run(models_with("table"), "off", prompts(), params_for(temperature), max_num_batched_tokens=128)
@@ -96,7 +102,7 @@ def test_token_ids_equal_plain_decoding(
 ) -> None:
     models, params = models_with(name), params_for(temperature)
     num_drafts = {"one": 1, "seven": 7, "most": DRAFTERS[name]}[size]
-    cost = scripted_cost() if num_drafts > 1 else scripted_cost(row_ms=1.1, fixed_ms=1.0)
+    cost = scripted_cost() if num_drafts > 1 else single_draft_cost(name, concurrency)
     other = run(
         models, mode, prompts(), params, num_drafts=num_drafts, concurrency=concurrency, cost=cost,
         drafter=table(temperature) if name == "table" else None, max_num_batched_tokens=128,
