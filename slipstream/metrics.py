@@ -82,18 +82,18 @@ class Timing:
     num_tokens: int
 
     @property
-    def ttft_ms(self) -> float:
+    def ttft_ms(self) -> float | None:
         """Time to first token."""
-        return 1e3 * (self.first_token_s - self.submitted_s)
+        return 1e3 * (self.first_token_s - self.submitted_s) if self.num_tokens else None
 
     @property
     def tpot_ms(self) -> float | None:
         """Time per output token after the first."""
-        return _ratio(1e3 * (self.last_token_s - self.first_token_s), self.num_tokens - 1)
+        return _ratio(1e3 * (self.last_token_s - self.first_token_s), max(self.num_tokens - 1, 0))
 
     @property
     def tok_per_s(self) -> float | None:
-        return _ratio(self.num_tokens, self.last_token_s - self.submitted_s)
+        return _ratio(self.num_tokens, self.last_token_s - self.submitted_s) if self.num_tokens else None
 
     def as_dict(self) -> dict[str, float | None]:
         return {"ttft_ms": self.ttft_ms, "tpot_ms": self.tpot_ms, "tok_per_s": self.tok_per_s}

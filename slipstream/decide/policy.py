@@ -237,7 +237,8 @@ class Adaptive:
         self._teach_sightings()
         if report.signal_np.size == 0:
             return
-        teaches = np.ones(plan.num_decode, dtype=np.bool_) if teaches_np is None else teaches_np
+        # Where no draft may be verified, the drafter may be past its last position, and what it says is noise.
+        teaches = (plan.caps_np[: plan.num_decode] > 0) & (True if teaches_np is None else teaches_np)
         lagged = self.store.lookup(plan)
         self.store.put(plan, report)
         sighting = _Sighting(_classes(plan), report.signal_np, lagged, teaches)

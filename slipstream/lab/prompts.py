@@ -18,7 +18,7 @@ def read_prompts(path: Path | None, count: int) -> list[Messages]:
     """The first turns of the first `count` lines as conversations; the built-in sample when no file is named."""
     if count < 1:
         raise RequestError(f"requests is {count}; ask for at least 1")
-    lines = [line for line in _text(path).splitlines() if line.strip()]
+    lines = [line for line in _text(path).split("\n") if line.strip()]
     name = prompts_name(path)
     if len(lines) < count:
         raise RequestError(

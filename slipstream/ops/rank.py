@@ -12,7 +12,7 @@ def rank(survival: Tensor, caps: Tensor, total: int, active: Tensor | None = Non
     """Widths [B] int64 of the `total` drafts with the largest survival; they sum to min(total, sum of caps).
 
     survival [B, S], not increasing along a row (then a sequence's drafts are taken in order); caps [B], at most
-    that many of a row; active [B] bool, other rows get 0. Ties go to the earlier position, then the lower slot,
+    that many of a row; active [B] bool, other rows get 0. Ties go to the earlier position, then the earlier row,
     never by anything that depends on a draft's value. NaN counts as 0.
     """
     size, num_drafts = survival.shape

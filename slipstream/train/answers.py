@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
@@ -312,7 +313,7 @@ class AnswerSet:
     def load(cls, path: Path) -> "AnswerSet":
         try:
             return cls(**load_file(path))
-        except (OSError, ValueError, TypeError) as error:
+        except (SafetensorError, OSError, ValueError, TypeError) as error:
             raise CheckpointError(
                 f"answers file {path} cannot be read: {error}; delete it to generate the answers anew"
             ) from error

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -360,7 +361,7 @@ class Trainer:
         try:
             state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
             tensors = load_file(folder / state["tensors"])
-        except (OSError, ValueError, KeyError) as error:
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"nothing to resume in {folder}: {error}; start without resume") from error
         for name, value in self._fixed_options().items():
             if state["options"].get(name) != value:

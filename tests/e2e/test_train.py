@@ -254,3 +254,6 @@ def test_bad_prompt_files_are_named(tmp_path: Path) -> None:
         read_prompts([tmp_path / "missing.jsonl"])
     with pytest.raises(CheckpointError, match=r"a\.safetensors"):
         AnswerSet.load(tmp_path / "a.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes(b"\x09\0\0")
+    with pytest.raises(CheckpointError, match=r"cut\.safetensors"):
+        AnswerSet.load(tmp_path / "cut.safetensors")

@@ -67,3 +67,5 @@ def test_clocks():
 def test_clocks_of_short_answers():
     one = Timing(submitted_s=1.0, first_token_s=2.0, last_token_s=2.0, num_tokens=1)
     assert (one.ttft_ms, one.tpot_ms, one.tok_per_s) == (1000.0, None, 1.0)
+    none = Timing(submitted_s=1.0, first_token_s=0.0, last_token_s=0.0, num_tokens=0)  # ended by an error
+    assert (none.ttft_ms, none.tpot_ms, none.tok_per_s) == (None, None, None)

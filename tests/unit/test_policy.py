@@ -408,6 +408,21 @@ def test_fault_32_a_constrained_request_moves_nobody_else():
 # ------------------------------------------------------------------------------------------------------------- learning
 
 
+def test_a_sequence_past_the_drafters_last_position_teaches_nothing():
+    def prior(confidence):
+        policy = made("lag", learns=True)
+        rows = [Row(0, 1), Row(1, 2, cap=0)]
+        for step in range(20):
+            plan = plan_of(step, rows)
+            policy.observe(plan, report_of(plan, [[0.8] * S, [confidence] * S]))
+            policy.learn(plan, result_of(plan, policy.decide(plan).widths_np, [0, 0]))
+            for row in rows:
+                row.decode_steps += 1
+        return policy.survival.prior(np.array([0]))
+
+    np.testing.assert_array_equal(prior(0.1), prior(0.9))
+
+
 def served(mode, overlap, steps=400, seed=0, true=0.9, told=0.5):
     """A policy after serving 8 requests whose drafts are accepted with `true` while the drafter says `told`."""
     policy = made(mode, LinearCost(4.0, 0.19), learns=True)

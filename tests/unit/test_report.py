@@ -118,8 +118,8 @@ def test_plain_json_has_no_nan() -> None:
 def test_prompts_come_in_the_order_of_the_file(tmp_path: Path) -> None:
     assert len(read_prompts(None, 16)) == 16
     path = tmp_path / "p.jsonl"
-    path.write_text('{"turns": ["a", "b"]}\n\n{"turns": ["c"]}\n')
-    assert read_prompts(path, 2) == [[{"role": "user", "content": "a"}], [{"role": "user", "content": "c"}]]
+    path.write_text('{"turns": ["a\u2028z", "b"]}\n\n{"turns": ["c"]}\n', encoding="utf-8")
+    assert read_prompts(path, 2) == [[{"role": "user", "content": "a\u2028z"}], [{"role": "user", "content": "c"}]]
 
 
 @pytest.mark.parametrize(
