@@ -8,9 +8,9 @@ Below this file nobody compares a mode. Several LLMs may share the loaded weight
 """
 
 import logging
-import os
 import platform
 import random
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -397,9 +397,9 @@ def _memory_at_hand(device: torch.device) -> int:
     """A quarter of what is free, in bytes: other engines and the activations need theirs."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 4
-    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
-    return 2 << 30
+    meminfo = Path("/proc/meminfo")  # what sysconf calls available leaves out the page cache, which fills with uptime
+    found = re.search(r"^MemAvailable: +(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.is_file() else None
+    return int(found[1]) * 1024 // 4 if found else 2 << 30
 
 
 def _page_bytes(models: Models, network: BlockDrafter | None, page_size: int) -> int:
