@@ -154,6 +154,34 @@ def test_fault_14_a_poisoned_request_fails_alone(mode, overlap):
     assert_nothing_left(llm.engine)
 
 
+@LOOPS
+def test_fault_14_pages_of_a_former_owner_are_not_even_masked(overlap):
+    """A short request in the slot of a long one, whose pages now hold NaN: its page table must not reach them."""
+    models, params = poisoned(), greedy(12)
+    long, gone, short, bad = ([token, *[5, 9, 3, 7] * 15] for token in (3, 4, 6, 8))
+    bad[1], short = POISON, short[:4]
+    plain = plain_answers([long, short], params, models)
+    llm = make_llm("off", models=models, overlap=overlap, max_num_seqs=3, max_num_batched_tokens=12)
+    engine, requests = llm.engine, [llm._request(prompt, params) for prompt in (long, gone, short, bad)]
+    beside, former, heir, poisonous = requests
+    engine.add(beside)
+    engine.add(former)
+    while not former.output_ids:
+        engine.step()
+    slot, pages = former.slot, set(former.pages)
+    engine.abort(former.uid)
+    engine.add(heir)
+    engine.add(poisonous)
+    engine.step()
+    assert heir.slot == slot
+    assert pages & set(poisonous.pages)
+    while engine.has_work:
+        engine.step()
+    engine.drain()
+    assert [tuple(beside.output_ids), tuple(heir.output_ids)] == plain
+    assert poisonous.finish_reason == "error"
+
+
 ROWS = [*itertools.product(SPECULATING, [torch.nan], [0.0, 1.0], ["coupled", "rejection"])]
 
 

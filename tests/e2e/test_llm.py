@@ -208,6 +208,22 @@ def test_seeds(mode):
     )
 
 
+@MODES
+def test_sampling_parameters_are_those_of_the_request(mode):
+    """What leaves one candidate is greedy decoding, whatever the neighbours and the slot's former tenants asked for."""
+    hot = {"temperature": 3.0, "seed": 7}
+    params = [
+        greedy(20, **hot, top_k=1), greedy(20, **hot), greedy(20, **hot, top_p=1e-6), greedy(20, temperature=1e-4),
+        greedy(20), greedy(20, **hot, top_k=VOCAB), greedy(20, **hot, top_p=1.0), greedy(20, **hot, top_k=3),
+    ]  # fmt: skip
+    llm = llm_for(mode, max_num_seqs=3)
+    for order in (params, params[::-1]):
+        answers = dict(zip(order, ids(llm.generate([PROMPTS[0]] * len(order), order)), strict=True))
+        assert all(answers[params[i]] == plain_20()[0] for i in (0, 2, 3, 4))
+        assert answers[params[1]] == answers[params[5]] == answers[params[6]] != plain_20()[0]
+        assert answers[params[7]] not in (plain_20()[0], answers[params[1]])
+
+
 def test_greedy_needs_no_seed():
     llm = make_llm("off")
     assert len(set(ids(llm.generate([PROMPTS[0]] * 3, [greedy(9, seed=seed) for seed in (1, 2, None)])))) == 1
