@@ -32,7 +32,7 @@ def test_equals_the_sequential_rule(dtype: torch.dtype) -> None:
             assert int(widths.sum()) == min(total, int(caps.clamp(max=num_drafts).sum()))
 
 
-def test_ties_go_by_position_then_slot() -> None:
+def test_ties_go_by_position_then_row() -> None:
     equal = torch.full((3, 2), 0.5)
     caps = torch.full((3,), 2)
     assert [rank(equal, caps, k).tolist() for k in range(7)] == [
@@ -40,11 +40,10 @@ def test_ties_go_by_position_then_slot() -> None:
     ]  # fmt: skip
 
 
-def test_inactive_rows_take_nothing_and_survivals_of_zero_are_still_drafts() -> None:
+def test_rows_without_a_cap_take_nothing_and_survivals_of_zero_are_still_drafts() -> None:
     survival = torch.tensor([[0.9, 0.8], [0.0, 0.0], [0.7, 0.6]])
-    caps = torch.full((3,), 2)
-    assert rank(survival, caps, 3, torch.tensor([False, True, True])).tolist() == [0, 1, 2]
-    assert rank(survival, caps, 5).tolist() == [2, 1, 2]
+    assert rank(survival, torch.tensor([0, 2, 2]), 3).tolist() == [0, 1, 2]
+    assert rank(survival, torch.tensor([2, 2, 2]), 5).tolist() == [2, 1, 2]
 
 
 def test_nan_counts_as_zero_and_moves_no_other_row() -> None:
