@@ -271,6 +271,48 @@ def test_fault_2_a_bypassed_step_stores_nothing(mode, overlap):
         assert {width for step in after for width in step.widths} == {1}
 
 
+# ------------------------------------------------------------------------------------------------------ what is learned
+
+
+@LOOPS
+@pytest.mark.parametrize("mode", ["adaptive", "lag", "lag-budget"])
+def test_the_lag_map_sees_every_draft_and_the_controller_falling_survivals(mode, overlap):
+    """Fresh survival of all drafted positions, verified or not, beside what was known one step before."""
+    prompts, params = prompts_of(4, 6), greedy(24)
+    script = lambda view, d: 0.1 + 0.8 * ((view.context[:, None] * 7 + torch.arange(d) * 3) % 11) / 10  # noqa: E731
+    scripted = ScriptedDrafter(known(prompts, params), confidence=script, wrong=lambda position: position % 3 == 0)
+    llm = make_llm(mode, scripted, overlap=overlap, learns=True)
+    policy, records, lessons = llm.engine.policy, [], []
+    policy._on_record = records.append
+    teach = policy.survival.teach_survival
+
+    def taught(fresh, lagged, lengths, *rest):
+        lessons.append((fresh.copy(), lagged.copy(), lengths.copy()))
+        teach(fresh, lagged, lengths, *rest)
+
+    policy.survival.teach_survival = taught
+    policy.survival._shift_np = np.zeros_like(policy.survival._shift_np)
+    policy.survival.teach_outcomes = lambda *args: None  # so that fresh survival stays the product of the script
+    answers, spy = run(llm, prompts, params)
+    assert answers == plain_answers(prompts, params)
+    drafted = [step for step in spy.steps if step.draft is not None]
+    assert any(0 in step.widths for step in drafted)
+    assert len(lessons) >= len(drafted) - 2 > 5
+    for (fresh, lagged, lengths), step in zip(lessons, drafted, strict=False):
+        np.testing.assert_allclose(fresh, step.draft.signal.double().cumprod(1), rtol=1e-5)
+        for row, uid in enumerate(step.plan.uids_np[: step.plan.num_decode]):
+            if step.plan.decode_steps_np[row] == 0:
+                assert lengths[row] == 0
+                continue
+            before, row_before = [(b, r) for b, r in spy.of(int(uid)) if b.plan.step < step.plan.step][-1]
+            assert lengths[row] == K
+            np.testing.assert_allclose(lagged[row], before.draft.signal[row_before].double().cumprod(0), rtol=1e-5)
+    assert len(records) > 5
+    for record in records:
+        survival = record.problem.survival_np
+        assert ((survival >= 0) & (survival <= 1)).all() and (np.diff(survival, axis=1) <= 0).all()
+
+
 # ------------------------------------------------------------------------------------------------- width 0 (fault 4)
 
 
