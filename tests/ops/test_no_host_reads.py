@@ -40,4 +40,4 @@ def test_a_step_of_every_op_reads_nothing() -> None:
         drafts, probs = (torch.stack(x, dim=1) for x in zip(*pairs, strict=True))
         count_accepted_coupled(drafts, targets, widths)
         reject(drafts, probs, probabilities(filtered, rows).view(size, -1, vocab), widths, seeds, seeds, source)
-        rank(torch.rand(size, num_drafts).cumprod(1), widths, 3, torch.tensor([True, False, True]))
+        rank(torch.rand(size, num_drafts).cumprod(1), widths, 3)
