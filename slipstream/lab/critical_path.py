@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # it stands beside code that needs torch
 Interval = tuple[float, float]  # [start, end) in seconds
 
 DECIDE = frozenset({"decide"})
-BUILD = frozenset({"schedule", "build"})  # making the plan, and copying plan and decision down
+BUILD = frozenset({"schedule"})  # making the plan; copying it down belongs to the device stage `load`
 BETWEEN = frozenset({"rank", "layout", "fill"})  # device work that belongs between draft and verify
 
 
@@ -27,7 +27,7 @@ class CriticalPath:
 
     decide_us: float | None  # deciding while the device had nothing to do
     decide_hidden_us: float | None  # deciding behind device work
-    build_us: float | None  # planning and copying down while the device had nothing to do
+    build_us: float | None  # planning while the device had nothing to do
     gap_us: float | None  # from the end of the draft to the start of verify, less the stages that belong there
     device_busy: float | None  # share of the time from first to last span in which the device worked
 
