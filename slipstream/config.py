@@ -7,6 +7,7 @@ engine never looks at a mode's name: `SpeculativeConfig.mode` is turned into one
 import dataclasses
 import json
 import math
+import os
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 Signal = Literal["auto", "head", "peak", "drawn"]
 Acceptance = Literal["coupled", "rejection"]
 DEFAULT_MAX_DRAFTS = 7  # S when the user names none and the drafter could do more
+_LARGEST_FP32 = 3.4e38  # the device keeps temperatures in fp32
 
 
 def _choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -39,19 +41,24 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+        if not _is_number(self.temperature) or not 0 <= self.temperature <= _LARGEST_FP32:
             raise RequestError(f"temperature is {self.temperature!r}; it must be a finite number, 0 (greedy) or above")
+        object.__setattr__(self, "temperature", float(self.temperature))
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise RequestError(f"top_p is {self.top_p!r}; it must lie in (0, 1], 1 switches it off")
-        if not _is_int(self.top_k) or self.top_k < 0:
+        if not _is_int(self.top_k) or not 0 <= self.top_k < 2**63:
             raise RequestError(f"top_k is {self.top_k!r}; it must be a whole number, 0 switches it off")
         if not _is_int(self.max_tokens) or self.max_tokens < 1:
             raise RequestError(f"max_tokens is {self.max_tokens!r}; ask for at least 1 token")
         if self.seed is not None and (not _is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
             raise RequestError(f"seed is {self.seed!r}; it must be a whole number of at most 64 bits, or None")
+        if not isinstance(self.stop_token_ids, list | tuple):
+            raise RequestError(f"stop_token_ids is {self.stop_token_ids!r}; give a list of token ids")
         for token in self.stop_token_ids:
             if not _is_int(token) or token < 0:
                 raise RequestError(f"stop_token_ids holds {token!r}; token ids are whole numbers from 0")
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos is {self.ignore_eos!r}; it must be true or false")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,8 +86,11 @@ class SpeculativeConfig:
         _choice("acceptance", self.acceptance, get_args(Acceptance))
         _choice("draft_sampling", self.draft_sampling, ("auto", "greedy", "sample"))
         for field in ("enable_adaptive_speculative_decode", "enable_lag_confidence"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be true or false")
+            _check_bool(field, getattr(self, field))
+        for field, optional in (("draft_model", True), ("cost_model", False), ("calibration", True)):
+            value = getattr(self, field)
+            if not (value is None and optional) and (not isinstance(value, str | os.PathLike) or not str(value)):
+                raise ConfigError(f"{field} is {value!r}; give a name or a path")
         s = self.num_speculative_tokens
         if s is not None and (not _is_int(s) or s < 1):
             raise ConfigError(f"num_speculative_tokens is {s!r}; it must be a whole number from 1")
@@ -152,13 +162,16 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
-        _choice("device", self.device.split(":")[0], ("auto", "cpu", "cuda"))
+        _choice("device", str(self.device).split(":")[0], ("auto", "cpu", "cuda"))
         for field in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_memory"):
             value = getattr(self, field)
             if value is not None and (not _is_int(value) or value < 1):
                 raise ConfigError(f"{field} is {value!r}; it must be a whole number from 1")
         if not _is_int(self.page_size) or self.page_size < 1:
             raise ConfigError(f"page_size is {self.page_size!r}; it must be a whole number from 1")
+        if self.seed is not None and not _is_int(self.seed):
+            raise ConfigError(f"seed is {self.seed!r}; it must be a whole number, or None")
+        _check_bool("overlap", self.overlap)
 
 
 Config = TypeVar("Config", SamplingParams, SpeculativeConfig, EngineConfig)
@@ -187,6 +200,11 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"config file {path}: expected a table of options at the top, found {type(data).__name__}")
     return data
+
+
+def _check_bool(field: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{field} is {value!r}; it must be true or false")
 
 
 def _is_int(value: object) -> bool:

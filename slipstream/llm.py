@@ -8,6 +8,7 @@ Below this file nobody compares a mode. Several LLMs may share the loaded weight
 """
 
 import logging
+import os
 import platform
 import random
 import re
@@ -131,11 +132,15 @@ class LLM:
         policy: Policy | None = None,
         **engine_options: Any,
     ) -> None:
-        self.speculative = speculative or SpeculativeConfig()
+        self.speculative = SpeculativeConfig() if speculative is None else speculative
+        if not isinstance(self.speculative, SpeculativeConfig):
+            raise ConfigError(f"speculative is {speculative!r}; give a SpeculativeConfig, or None for plain decoding")
         self.config = from_mapping(EngineConfig, engine_options)
-        if isinstance(model, str):
+        if isinstance(model, str | os.PathLike):
             draft_model = self.speculative.draft_model if drafter is None else None
-            model = load_models(model, draft_model, dtype=self.config.dtype, device=self.config.device)
+            model = load_models(str(model), draft_model, dtype=self.config.dtype, device=self.config.device)
+        if not isinstance(model, Models):
+            raise ConfigError(f"model is {model!r}; give a name, a path or loaded Models")
         self.models = model
         self.tokenizer = model.tokenizer
         self.notes: list[Note] = list(model.notes)
@@ -155,8 +160,10 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Answers to raw texts or token ids, in the order of the prompts."""
+        if not isinstance(prompts, Iterable):
+            raise RequestError(f"prompts is {prompts!r}; give a text, or a list of texts or token ids")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        given = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        given = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else _listed(params)
         if len(given) != len(prompts):
             raise RequestError(f"params: {len(given)} SamplingParams for {len(prompts)} prompts; give one, or one each")
         # All are checked before the first is added, so that a bad one disturbs nobody.
@@ -178,7 +185,7 @@ class LLM:
         """The answer to one raw text or conversation, step by step. Closing the iterator ends the request."""
         is_chat = isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         given = self._chat_ids(prompt) if is_chat else prompt  # type: ignore[arg-type]
-        return self._stream(self._request(given, params or SamplingParams()))  # type: ignore[arg-type]
+        return self._stream(self._request(given, params))  # type: ignore[arg-type]
 
     def record(self) -> Recorder:
         """Switch on the recording of stage spans; see `slipstream.device.events`."""
@@ -215,7 +222,10 @@ class LLM:
     def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
         return self.tokenizer.encode(self.tokenizer.chat(messages))
 
-    def _request(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
+    def _request(self, prompt: str | Sequence[int], params: SamplingParams | None) -> Request:
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params is {params!r}; give a SamplingParams")
         if not isinstance(prompt, Iterable):
             raise RequestError(f"prompt is {prompt!r}; give a text or a list of token ids")
         token_ids = self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else list(prompt)
@@ -246,6 +256,12 @@ class LLM:
             ),
             error=request.error,
         )  # fmt: skip
+
+
+def _listed(params: object) -> list[SamplingParams | None]:
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
+        raise RequestError(f"params is {params!r}; give a SamplingParams, or a list with one for each prompt")
+    return list(params)
 
 
 def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
@@ -282,11 +298,18 @@ def build_engine(
     _check_algorithm(speculative, models)
     num_drafts = _num_drafts(speculative, drafter, notes)
     samples = speculative.draft_sampling != "greedy"
+    try:
+        state = make_slot_state(sizes.max_num_seqs, sizes.max_model_len, sizes.page_size, device)
+    except (RuntimeError, TypeError, MemoryError) as error:  # torch's words for too large, far too large
+        raise CapacityError(
+            f"max_num_seqs {sizes.max_num_seqs} with max_model_len {sizes.max_model_len} does not fit in memory; "
+            "lower one of them"
+        ) from error
     engine = Engine(
         target=Target(models.target, target_pool, drafter.tap_layers if drafter else (), vocab_size),
         drafter=drafter,
         pools=(target_pool,) if draft_pool is None else (target_pool, draft_pool),
-        state=make_slot_state(sizes.max_num_seqs, sizes.max_model_len, sizes.page_size, device),
+        state=state,
         policy=policy or FullWidth(num_drafts),
         rule=CoupledRule(samples) if speculative.acceptance == "coupled" else RejectionRule(samples),
         scheduler=Scheduler(
@@ -331,7 +354,10 @@ def _device(asked: str, notes: list[Note]) -> torch.device:
     if asked != "auto":
         if asked.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError(f"device is {asked!r}, but torch sees no GPU; use device auto or cpu")
-        return torch.device(asked)
+        try:
+            return torch.device(asked)
+        except RuntimeError as error:
+            raise ConfigError(f"device is {asked!r}; choose auto, cpu, cuda or cuda:N") from error
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     notes.append(("device", str(device), "a GPU is there" if device.type == "cuda" else "torch sees no GPU"))
     return device

@@ -66,6 +66,10 @@ def gather(flags: Mapping[str, Any], config: Path | None, own: frozenset[str] = 
     parts = {cls: field_names(cls) for cls in (SpeculativeConfig, EngineConfig, SamplingParams)}
     _refuse_unknown(merged, frozenset({"model", "verify"}) | own | frozenset().union(*parts.values()))
 
+    for name in ("model", "verify"):
+        if name in merged and (not isinstance(merged[name], str) or not merged[name]):
+            raise ConfigError(f"{name} is {merged[name]!r}; give a name" + (" or a path" if name == "model" else ""))
+
     def pick(names: frozenset[str]) -> dict[str, Any]:
         return {name: value for name, value in merged.items() if name in names}
 

@@ -17,7 +17,7 @@ from slipstream.errors import CheckpointError
 from slipstream.models.dialects import need, refuse_other_networks, section
 from slipstream.models.headers import TensorHeader, read_headers, read_json
 from slipstream.models.layout import Layout, decide_layout
-from slipstream.models.spec import FULL, SLIDING, DecoderSpec, RopeSpec
+from slipstream.models.spec import FULL, MAX_COUNT, MAX_LAYERS, SLIDING, DecoderSpec, RopeSpec
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 
@@ -238,8 +238,9 @@ class _Fields:
     def count(self, key: str, minimum: int, default: int | None = None) -> int:
         value = self.value(key, default)
         need(value is not None, f"config.json lacks {key}; add it")
-        ok = type(value) is int and value >= minimum
-        need(ok, f"{key} is {value!r}; it must be a whole number of at least {minimum}")
+        most = MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
+        ok = type(value) is int and minimum <= value <= most
+        need(ok, f"{key} is {value!r}; it must be a whole number from {minimum} to {most}")
         return int(value)
 
     def optional_count(self, key: str) -> int | None:

@@ -60,7 +60,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder: the shards of its index, or its single file."""
     if (folder / INDEX).is_file():
         return _indexed_files(folder)
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     if not files:
         pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
         hint = f"; {pickled[0]} is a pickle and is never opened, convert it to safetensors" if pickled else ""
@@ -123,7 +123,7 @@ def _tensor_header(path: Path, name: str, entry: Any, data_bytes: int) -> Tensor
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise CheckpointError(f"{where} lacks dtype, shape or data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in DTYPE_BITS:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise CheckpointError(f"{where} has type {dtype!r}, which is not supported")
     if not _is_counts(shape) or not _is_counts(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{where} has a malformed shape or data_offsets")

@@ -25,7 +25,7 @@ def resolve_target(name: str) -> Path:
     """The folder or `.gguf` file of a target; raises CheckpointError saying what was looked for and the remedy."""
     if name in TARGETS:
         return _packaged(name)
-    path = Path(name).expanduser()
+    path = _path(name)
     if path.is_file() and path.suffix != ".gguf":
         raise CheckpointError(f"{path} is a file, but not a .gguf file; give a model folder or a .gguf file")
     if path.is_dir() and not (path / "config.json").is_file():
@@ -43,13 +43,22 @@ def resolve_drafter(name: str) -> Path:
     built_in = built_in_drafters()
     if name in built_in:
         return built_in[name]
-    path = Path(name).expanduser()
+    path = _path(name)
     if (path / "config.json").is_file():
         return path
     if path.exists():
         raise CheckpointError(f"{path} is not a drafter folder: it has no config.json")
     known = ", ".join(built_in) or "none is installed"
     raise CheckpointError(f"there is no drafter {name!r}; give a folder or a built-in name ({known})")
+
+
+def _path(name: str) -> Path:
+    path = Path(name).expanduser()
+    try:
+        path.exists()
+    except OSError as error:  # no permission, too long, a loop of links
+        raise CheckpointError(f"{name!r} cannot be looked up: {error.strerror}") from error
+    return path
 
 
 def built_in_drafters() -> dict[str, Path]:

@@ -104,6 +104,10 @@ _MATHS = (
 )
 
 
+# Far above every real model. What exceeds them is a slip or an attack, and would only end in a lack of memory.
+MAX_COUNT, MAX_LAYERS = 2**24, 4096
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeSpec:
     """Rotary frequencies. `models.layers.inverse_frequencies` turns them into numbers."""
@@ -123,7 +127,10 @@ class RopeSpec:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "RopeSpec":
         """From `rope_parameters` (newer files) or `rope_theta` and `rope_scaling` (older ones)."""
-        given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+        given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        if not isinstance(given, Mapping):
+            raise CheckpointError(f"config.json: rope_scaling must be an object or null, found {_short(given)}")
+        given = dict(given)
         if any(isinstance(value, Mapping) for value in given.values()):
             raise CheckpointError("config.json: rope_parameters differ by layer type, which is not supported")
         kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
@@ -132,7 +139,9 @@ class RopeSpec:
         partial = given.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
         if partial != 1.0:
             raise CheckpointError(f"config.json: partial_rotary_factor {partial} is not supported, only 1.0")
-        if kind not in _ROPE_READERS:
+        if not 0 < theta < math.inf:
+            raise CheckpointError(f"config.json: rope_theta must be a finite number above 0, found {theta}")
+        if not isinstance(kind, str) or kind not in _ROPE_READERS:
             known = ", ".join(["default", *(name for name in _ROPE_READERS if name != "default")])
             raise CheckpointError(f"config.json: rope type {kind!r} is not supported (known: {known})")
         positions = int(config.get("max_position_embeddings") or 0)
@@ -267,7 +276,7 @@ class DecoderSpec:
     def from_hf(cls, config: Mapping[str, Any]) -> "DecoderSpec":
         """Read a Hugging Face config; raises CheckpointError naming the key that is missing or cannot be honoured."""
         family = config.get("model_type")
-        if family not in _DEFAULTS:
+        if not isinstance(family, str) or family not in _DEFAULTS:
             known = ", ".join(_DEFAULTS)
             raise CheckpointError(f"config.json: model_type {family!r} is not supported (known: {known})")
         refuse_unknown_maths(config, _HONOURED)
@@ -277,7 +286,16 @@ class DecoderSpec:
         hidden_size = _required(config, "hidden_size")
         if family != "llama" and values.get("mlp_bias"):
             raise CheckpointError(f"config.json: mlp_bias is not part of {family}")
-        sliding_window, layer_types = read_layer_types(config, num_layers, family)
+        for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+            if not isinstance(values[key], bool):
+                raise CheckpointError(f"config.json: {key} must be true or false, found {_short(values[key])}")
+        try:
+            sliding_window, layer_types = read_layer_types(config, num_layers, family)
+            rope = RopeSpec.from_hf(values)
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise CheckpointError(
+                f"config.json: a value about RoPE, layer types or windows is malformed: {error}"
+            ) from error
         return cls(
             family=family,
             vocab_size=_required(config, "vocab_size"),
@@ -285,15 +303,15 @@ class DecoderSpec:
             intermediate_size=_required(config, "intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=int(values["num_key_value_heads"] or num_heads),
-            head_dim=int(values["head_dim"] or hidden_size // num_heads),
-            rms_norm_eps=float(values["rms_norm_eps"]),
-            rope=RopeSpec.from_hf(values),
-            max_position_embeddings=int(values["max_position_embeddings"]),
-            tie_word_embeddings=bool(values["tie_word_embeddings"]),
-            qkv_bias=family == "qwen2" or bool(values["attention_bias"]),
-            o_bias=family != "qwen2" and bool(values["attention_bias"]),
-            mlp_bias=bool(values["mlp_bias"]),
+            num_kv_heads=_required({"num_key_value_heads": num_heads} | _given(values), "num_key_value_heads"),
+            head_dim=_required({"head_dim": hidden_size // num_heads} | _given(values), "head_dim"),
+            rms_norm_eps=_epsilon(values["rms_norm_eps"]),
+            rope=rope,
+            max_position_embeddings=_required(values, "max_position_embeddings"),
+            tie_word_embeddings=values["tie_word_embeddings"],
+            qkv_bias=family == "qwen2" or values["attention_bias"],
+            o_bias=family != "qwen2" and values["attention_bias"],
+            mlp_bias=values["mlp_bias"],
             qk_norm=family == "qwen3",
             sliding_window=sliding_window,
             layer_types=layer_types,
@@ -338,16 +356,27 @@ def read_layer_types(config: Mapping[str, Any], num_layers: int, family: str) ->
 
 def token_ids(value: Any) -> tuple[int, ...]:
     """An id, a list of ids or None, as found in configs, as a tuple."""
-    if value is None:
-        return ()
-    return tuple(int(one) for one in value) if isinstance(value, (list, tuple)) else (int(value),)
+    ids = [] if value is None else value if isinstance(value, list | tuple) else [value]
+    if not all(type(one) is int for one in ids):
+        raise CheckpointError(f"a token id must be a whole number, found {_short(value)} (bos_token_id, eos_token_id)")
+    return tuple(ids)
 
 
 def _required(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise CheckpointError(f"config.json: {key} must be a whole number above 0, found {value!r}")
+    value, most = config.get(key), MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        raise CheckpointError(f"config.json: {key} must be a whole number from 1 to {most}, found {_short(value)}")
     return value
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _epsilon(value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
+        raise CheckpointError(f"config.json: rms_norm_eps must be a number from 0 to 1, found {_short(value)}")
+    return float(value)
 
 
 def _check_spec(spec: DecoderSpec) -> None:

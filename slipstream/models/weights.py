@@ -13,7 +13,7 @@ import safetensors
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import CheckpointError
+from slipstream.errors import CapacityError, CheckpointError
 from slipstream.models.decoder import Decoder
 from slipstream.models.gguf import GGUFFile
 from slipstream.models.headers import read_json, weight_files
@@ -48,13 +48,20 @@ def load_decoder(path: Path, dtype: torch.dtype, device: torch.device | str = "c
     path = Path(path)
     if path.is_file():
         with GGUFFile(path) as file:
-            decoder = Decoder(file.spec(), dtype=dtype, device=device)
+            decoder = _empty(file.spec(), dtype, device)
             fill(decoder, _from_numpy(file), source=str(path))
         return decoder
-    decoder = Decoder(read_spec(path), dtype=dtype, device=device)
+    decoder = _empty(read_spec(path), dtype, device)
     aliases = {"lm_head.weight": "embed_tokens.weight"} if decoder.spec.tie_word_embeddings else {}
     fill(decoder, read_tensors(path), source=str(path), aliases=aliases)
     return decoder
+
+
+def _empty(spec: DecoderSpec, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+    try:
+        return Decoder(spec, dtype=dtype, device=device)
+    except (RuntimeError, MemoryError) as error:  # torch's lack of memory is a RuntimeError
+        raise CapacityError(f"the target's weights do not fit in memory: {str(error).splitlines()[0]}") from error
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
