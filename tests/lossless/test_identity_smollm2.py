@@ -36,6 +36,7 @@ CASES = [
         for name in DRAFTERS
         for mode in SPECULATING
         for size in SIZES
+        if size != "most" or DRAFTERS[name] != 7  # which "seven" is already
         for concurrency in (8, 1)
         for temperature in (0.0, 0.7, 1.0)
     ]
@@ -76,10 +77,10 @@ def table(temperature: float) -> Drafter:
 
 @pytest.fixture(scope="module")
 def outcomes() -> Iterator[dict[str, str]]:
-    """What was found, case by case; kept on disk when the whole matrix ran."""
+    """What was found, case by case; kept on disk when all ran that `make test` does not run."""
     found: dict[str, str] = {}
     yield found
-    if len(found) == len(CASES):
+    if len(found) >= len(CASES) - len(QUICK):
         path = Path("runs/identity-smollm2.json")
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
