@@ -69,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         line = Text(f"error: {' '.join(str(error).split())}", style="red")
         Console(stderr=True, highlight=False).print(line, soft_wrap=True)
         sys.exit(error.exit_code)
+    except OSError as error:  # a file that cannot be written, a full disk
+        Console(stderr=True, highlight=False).print(Text(f"error: {error}", style="red"), soft_wrap=True)
+        sys.exit(1)
     sys.exit(0)
 
 
@@ -110,6 +113,8 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Answer one prompt."""
+    if prompt == "-" and sys.stdin is None:
+        raise RequestError("prompt is -, but stdin is closed; give a text or open stdin")
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise RequestError("prompt is empty; give a text to answer")

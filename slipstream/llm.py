@@ -491,7 +491,11 @@ def _cost_model(speculative: SpeculativeConfig, engine: Engine, models: Models, 
     reason = "stored for this machine and pair"
     if profile is None:
         profile, reason = measure(engine, key), "measured at start and stored"
-        profile.save()
+        try:
+            profile.save()
+        except OSError as error:  # a home that cannot be written to costs the next start some seconds, no more
+            reason = f"measured at start, not stored: {error}"
+            log.warning("the cost model measured at start was not stored: %s", error)
     notes.append(("cost_model", str(key.path()), reason))
     return profile.model()
 

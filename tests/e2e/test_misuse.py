@@ -2,11 +2,13 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slipstream.cli import main
 from slipstream.config import EngineConfig, SamplingParams, SpeculativeConfig
 from slipstream.errors import CapacityError, CheckpointError, ConfigError, RequestError
 from slipstream.llm import LLM
@@ -108,3 +110,29 @@ def test_a_target_config_of_wrong_types_is_refused(
         describe(folder)
     with pytest.raises(CheckpointError):
         LLM(str(folder))
+
+
+def test_a_home_that_cannot_be_written_to_is_no_reason_to_fail(
+    tiny_folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").write_text("a file")
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path / "home"))
+    lag = SpeculativeConfig.for_mode("lag", draft_model=str(tiny_folders[1]))
+    llm = LLM(str(tiny_folders[0]), speculative=lag, dtype="float32", max_num_seqs=1)
+    reasons = {field: reason for field, _, reason in llm.notes}
+    assert "not stored" in reasons["cost_model"]
+
+
+def test_files_that_cannot_be_written_and_a_closed_stdin_are_one_line(
+    tiny_folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = ["--model", str(tiny_folders[0]), "--draft", str(tiny_folders[1]), "--dtype", "float32"]
+    for arguments, says in (
+        (["profile", *models, "--budget", "0.2", "--max-num-seqs", "1", "--output", str(tmp_path)], "directory"),
+        (["generate", "-", *models], "stdin is closed"),
+    ):
+        monkeypatch.setattr(sys, "stdin", None)
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code in (1, 2)
+        assert says in capsys.readouterr().err
