@@ -47,8 +47,17 @@ def greedy(max_tokens: int = 12, **fields: object) -> SamplingParams:
 def plain_answers(
     prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], models: Models | None = None
 ) -> list[tuple[int, ...]]:
-    llm = LLM(models or models_with(), max_model_len=128, page_size=8)
-    return [answer.token_ids for answer in llm.generate(list(prompts), params)]
+    """The answers of plain decoding; each is computed once."""
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    return list(_plain(tuple(map(tuple, prompts)), tuple(each), models or models_with()))
+
+
+@cache
+def _plain(
+    prompts: tuple[tuple[int, ...], ...], params: tuple[SamplingParams, ...], models: Models
+) -> tuple[tuple[int, ...], ...]:
+    llm = LLM(models, max_model_len=128, page_size=8)
+    return tuple(answer.token_ids for answer in llm.generate(prompts, params))
 
 
 def constant(*confidence: float) -> Script:

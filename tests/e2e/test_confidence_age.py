@@ -165,9 +165,10 @@ def test_preempted_and_resumed_is_unknown(mode, overlap):
 # -------------------------------------------------------------------------------------------------- what stays known
 
 
-@LOOPS
-@pytest.mark.parametrize("mode", ["static", "adaptive", "lag"])
-@pytest.mark.parametrize("algorithm", ["dspark", "dflash"])
+@pytest.mark.parametrize(
+    ("algorithm", "mode", "overlap"),
+    [*itertools.product(["dspark"], ["static", "adaptive", "lag"], [True, False]), ("dflash", "lag", True)],
+)
 def test_a_prefill_in_the_step_changes_nobody_else(algorithm, mode, overlap):
     """Drafts of a real network, widths that depend on the request alone: all of it stays as it was without company."""
     alone, company = prompts_of(7)[0], [11, *range(3, 19)] * 3

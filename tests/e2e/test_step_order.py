@@ -177,8 +177,9 @@ SAMPLING = {
 
 
 WAYS = [
-    *itertools.product(["off"], ["dspark"], ["coupled"], SAMPLING),
-    *itertools.product(SPECULATING, ["dspark"], ["coupled", "rejection"], SAMPLING),
+    ("off", "dspark", "coupled", "mixed"),
+    *itertools.product(SPECULATING, ["dspark"], ["coupled"], SAMPLING),
+    *itertools.product(SPECULATING, ["dspark"], ["rejection"], ["sampled", "mixed"]),
     *itertools.product(["static", "lag-budget"], ["dflash"], ["coupled", "rejection"], ["mixed"]),
 ]
 
