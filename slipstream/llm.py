@@ -145,6 +145,7 @@ class LLM:
         self.tokenizer = model.tokenizer
         self.notes: list[Note] = list(model.notes)
         self.engine = build_engine(model, self.speculative, self.config, self.notes, drafter, policy)
+        self.engine.totals.mode = self.speculative.mode
         self._seeds = random.Random(self.config.seed)
         self._next_uid = 0
         for field, value, reason in self.notes:

@@ -62,6 +62,8 @@ def test_answers_come_in_the_order_of_the_prompts(mode):
         assert answer.timing.num_tokens == len(answer.accepted) == len(answer.token_ids)
         assert 0 < answer.timing.ttft_ms <= 1e3 * (answer.timing.last_token_s - answer.timing.submitted_s)
         assert answer.spec.mode == mode
+    assert llm.engine.totals.mode == mode
+    assert llm.engine.totals.emitted == sum(answer.spec.emitted for answer in answers)
     assert_nothing_left(llm.engine)
 
 
