@@ -365,6 +365,8 @@ def _bench_options(options: Options) -> BenchOptions:
             fields[name] = _tuple(options.command[name])
     if "num_speculative_tokens" in speculative:
         fields["num_speculative_tokens"] = _tuple(speculative.pop("num_speculative_tokens"))
+    if not isinstance(options.command.get("prompts", ""), str | Path):
+        raise ConfigError(f"prompts is {options.command['prompts']!r}; give a path")
     if "prompts" in options.command:
         fields["prompts"] = Path(options.command["prompts"])
     fields |= {name: options.command[name] for name in ("requests", "waves", "probe") if name in options.command}

@@ -195,7 +195,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"config file {path}: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"config file {path}: expected a table of options at the top, found {type(data).__name__}")

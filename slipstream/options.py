@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from slipstream.config import EngineConfig, SamplingParams, SpeculativeConfig, from_mapping, read_config_file
@@ -109,11 +110,24 @@ def build(cls: type[Record], values: Mapping[str, Any], where: str) -> Record:
 def _converted(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         return build(hint, value, where)  # type: ignore[arg-type]
-    if hint is Path:
+    if hint is Path and isinstance(value, str | Path):
         return Path(value)
     if get_origin(hint) is tuple and isinstance(value, list | tuple):
         return tuple(_converted(get_args(hint)[0], item, where) for item in value)
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (get_origin(hint) or hint,)
+    if all(isinstance(kind, type) for kind in kinds):
+        wanted = (*kinds, int) if float in kinds else kinds
+        if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in kinds):
+            raise ConfigError(
+                f"{where} is {value!r}; it must be {' or '.join(_KINDS.get(k, k.__name__) for k in kinds)}"
+            )
     return value
+
+
+_KINDS = {
+    int: "a whole number", float: "a number", str: "a text", bool: "true or false", Path: "a path", tuple: "a list",
+    type(None): "null",
+}  # fmt: skip
 
 
 def _refuse_unknown(given: Mapping[str, Any], known: frozenset[str], where: str = "") -> None:

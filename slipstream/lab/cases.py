@@ -41,6 +41,13 @@ class BenchOptions:
     engine: Mapping[str, Any] = field(default_factory=dict)  # fields of EngineConfig
 
     def __post_init__(self) -> None:
+        for name, values in (("concurrency", self.concurrency), ("waves", (self.waves,)), ("requests", (self.requests,)),
+                           ("num_speculative_tokens", self.num_speculative_tokens)):  # fmt: skip
+            for one in values:
+                if one is not None and type(one) is not int:
+                    raise ConfigError(f"{name} holds {one!r}; it must be a whole number")
+        if self.draft is not None and not isinstance(self.draft, str):
+            raise ConfigError(f"draft_model is {self.draft!r}; give a name or a path")
         for mode in self.modes:
             if mode not in MODES:
                 raise ConfigError(f"modes holds {mode!r}; choose among {', '.join(MODES)}")

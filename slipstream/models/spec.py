@@ -346,6 +346,8 @@ def read_layer_types(config: Mapping[str, Any], num_layers: int, family: str) ->
     if kinds is None:
         first = int(config.get("max_window_layers", 28)) if enabled else num_layers
         kinds = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise CheckpointError(f"config.json: layer_types must be a list of names, found {_short(kinds)}")
     if SLIDING in kinds and window is None:
         raise CheckpointError(
             f"config.json: layer_types names {SLIDING}, but no window is set; "

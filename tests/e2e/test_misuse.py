@@ -11,10 +11,12 @@ import pytest
 from slipstream.cli import main
 from slipstream.config import EngineConfig, SamplingParams, SpeculativeConfig
 from slipstream.errors import CapacityError, CheckpointError, ConfigError, RequestError
+from slipstream.lab.cases import BenchOptions
 from slipstream.llm import LLM
 from slipstream.models.inspect import describe
-from slipstream.options import gather
+from slipstream.options import build, gather
 from slipstream.testing import assert_nothing_left, tiny_models
+from slipstream.train.options import TrainOptions
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ WRONG = [
     {"model_type": []}, {"vocab_size": 10**12}, {"hidden_size": 10**30}, {"num_hidden_layers": 10**12},
     {"num_key_value_heads": "2"}, {"num_key_value_heads": 0}, {"head_dim": -8}, {"head_dim": 0},
     {"rms_norm_eps": "x"}, {"rms_norm_eps": float("nan")}, {"rope_theta": "x"}, {"rope_theta": -1.0},
-    {"rope_scaling": "x"}, {"rope_scaling": {"rope_type": []}}, {"rope_scaling": {"rope_type": "yarn", "factor": "x"}},
+    {"rope_scaling": "x"}, {"rope_scaling": {"rope_type": ["x"]}}, {"rope_scaling": {"rope_type": "yarn", "factor": "x"}},
     {"max_position_embeddings": "many"}, {"max_position_embeddings": 0}, {"tie_word_embeddings": "no"},
     {"layer_types": 5}, {"layer_types": [1, 2]}, {"layer_types": [[], []]}, {"eos_token_id": "x"},
     {"eos_token_id": [1.5]}, {"bos_token_id": {}},
@@ -136,3 +138,19 @@ def test_files_that_cannot_be_written_and_a_closed_stdin_are_one_line(
             main(arguments)
         assert ended.value.code in (1, 2)
         assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "fields", [{"seed": "x"}, {"seed": None}, {"device": 0}, {"recipe": 5}, {"prompts": "x"}, {"answers": [1]}]
+)
+def test_train_options_have_types(tmp_path: Path, fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"train.{next(iter(fields))} is"):
+        build(TrainOptions, {"target": "t", "out": str(tmp_path), **fields}, "train")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"concurrency": ("1",)}, {"waves": "x"}, {"requests": 1.5}, {"num_speculative_tokens": ([],)}]
+)
+def test_bench_options_have_types(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="must be a whole number"):
+        BenchOptions(**fields)
