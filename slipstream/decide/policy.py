@@ -49,8 +49,8 @@ class Policy(Protocol):
         """Which confidence `decide` needs: none, the previous step's, or this step's."""
 
     @property
-    def signal(self) -> Literal["head", "peak", "drawn"]:
-        """What the drafter must report as confidence."""
+    def signal(self) -> Literal["head", "peak", "drawn", "none"]:
+        """What the drafter must report as confidence; "none" where nobody reads it."""
 
     @property
     def calibration_np(self) -> Float32s:
@@ -76,7 +76,7 @@ class FullWidth:
     """Verifies every draft (static); with S = 0 there are none (off)."""
 
     waits_for: WaitsFor = "nothing"
-    signal: Literal["head", "peak", "drawn"] = "peak"
+    signal: Literal["head", "peak", "drawn", "none"] = "none"
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts

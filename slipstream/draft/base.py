@@ -51,7 +51,7 @@ class Drafter(Protocol):
     has_confidence_head: bool
 
     def propose(self, view: DraftView, num_drafts: int, sampler: Sampler, signal: str) -> Draft:
-        """A block of `num_drafts` (1..max_draft_tokens) drafts per sequence; `signal` is head, peak or drawn."""
+        """A block of `num_drafts` (1..max_draft_tokens) drafts per sequence; `signal` is head, peak, drawn or none."""
 
     def absorb(self, features: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
         """Features [R, K * H] at positions [R] become draft context at kv_slots [R] (scratch for rejected rows)."""

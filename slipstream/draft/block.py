@@ -75,6 +75,8 @@ class BlockDraft:
         self, name: str, logits: Tensor, drawn: Tensor, hidden: Tensor, previous: Tensor, sampler: Sampler
     ) -> Tensor:
         """Raw confidence [D, d] as a probability."""
+        if name == "none":
+            return logits.new_zeros(drawn.shape)
         if name == "head":
             return self.network.confidence(hidden, previous).sigmoid()
         scaled = self._known(logits) / sampler.temperature[:, None, None]

@@ -1,4 +1,4 @@
-"""How systems of this kind break, one scenario each, with the number it has in our list of known faults.
+"""How systems of this kind break, one scenario each, with the number it has in docs/faults.md.
 
 Those about confidence are in test_confidence_age.py, the harness's own (15) in tests/lossless/test_harness.py.
 """

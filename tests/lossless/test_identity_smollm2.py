@@ -61,7 +61,9 @@ def params_for(temperature: float) -> list[SamplingParams]:
 
 def single_draft_cost(name: str, concurrency: int) -> CostModel:
     """A single draft is priced so that some are verified and some are not."""
-    return scripted_cost(row_ms=1.1 if concurrency == 1 or name == "table" else 0.2, fixed_ms=1.0)
+    if concurrency > 1:
+        return scripted_cost(row_ms=0.2, fixed_ms=1.0)
+    return scripted_cost(row_ms=0.6 if name == "table" else 1.1, fixed_ms=1.0)
 
 
 @cache
