@@ -62,7 +62,9 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object as the last 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the `slipstream` command."""
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # else idle threads of torch slow down all others on a busy machine
+    os.environ.setdefault(
+        "GOMP_SPINCOUNT", "10000"
+    )  # else idle threads of torch slow down all others on a busy machine
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="slipstream")
     except SlipstreamError as error:

@@ -9,7 +9,7 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Idle threads of torch spin; where other work shares the cores that slows a real model down thirtyfold.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 @pytest.fixture(scope="session", autouse=True)

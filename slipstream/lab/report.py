@@ -200,9 +200,10 @@ def ceiling_line(ceilings: Mapping[str, float]) -> str:
     """What the weights allow, and what a step takes."""
     parts = []
     for rows, name in ((1, "1_row"), (8, "8_rows")):
-        alone, step = ceilings[f"linear_ms_{name}"], ceilings.get(f"step_ms_{name}")
-        whole = "" if step is None else f" of the step's {step:.1f} ms (x {step / alone:.2f})"
-        parts.append(f"{rows} row{'s'[: rows - 1]}: linear layers {alone:.1f} ms{whole}")
+        alone, packed = ceilings[f"linear_ms_{name}"], ceilings[f"prepacked_ms_{name}"]
+        step = ceilings.get(f"step_ms_{name}")
+        whole = "" if step is None else f", step {step:.1f} ms (x {step / alone:.2f} and x {step / packed:.2f})"
+        parts.append(f"{rows} row{'s'[: rows - 1]}: linear layers {alone:.1f} ms, prepacked {packed:.1f} ms{whole}")
     return "; ".join(parts)
 
 
