@@ -177,8 +177,11 @@ def chat(
         if line == "/reset":
             messages = list(opening)
             continue
-        messages.append({"role": "user", "content": line})
-        messages.append({"role": "assistant", "content": _reply(llm, messages, params, out)})
+        asked = [*messages, {"role": "user", "content": line}]
+        try:
+            messages = [*asked, {"role": "assistant", "content": _reply(llm, asked, params, out)}]
+        except RequestError as error:  # this line cannot be answered; what was said so far stands
+            _say(f"{error}; /reset starts over")
     if as_json:
         _print_json({"messages": messages})
 

@@ -120,7 +120,8 @@ class LLM:
 
     model: a name, or Models that are loaded already. speculative: None for plain decoding. drafter, policy: objects of
     your own in place of those that `speculative` would make (its draft_model is then only a name). The other options
-    are the fields of `EngineConfig`. What was chosen, and why, stands in `notes`.
+    are the fields of `EngineConfig`. What was chosen, and why, stands in `notes`. One thread at a time: streams may be
+    read in turn, but not from several threads.
     """
 
     def __init__(
@@ -399,6 +400,12 @@ def _sizes(config: EngineConfig, models: Models, network: BlockDrafter | None, n
         raise ConfigError(f"max_model_len is {max_model_len}, the target knows {limit} positions; lower it")
     if max_model_len < 2:
         raise ConfigError(f"max_model_len is {max_model_len}; a prompt token and one answer token need 2")
+    batched_tokens = config.max_num_batched_tokens or max(8192 if on_gpu else 512, 2 * max_num_seqs)
+    if batched_tokens < max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens is {batched_tokens}, less than max_num_seqs ({max_num_seqs}): requests that decode "
+            f"could fill every step and no prompt would be read; raise the one or lower the other"
+        )
     page_bytes = _page_bytes(models, network, config.page_size)
     pages_each = -(-max_model_len // config.page_size)
     budget = config.kv_memory or _memory_at_hand(models.device)
@@ -413,7 +420,7 @@ def _sizes(config: EngineConfig, models: Models, network: BlockDrafter | None, n
     notes.append(("kv_memory", num_pages * page_bytes, f"{tokens} tokens of KV; {reason}"))
     return _Sizes(
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or (8192 if on_gpu else 512),
+        max_num_batched_tokens=batched_tokens,
         max_model_len=max_model_len,
         page_size=config.page_size,
         num_pages=num_pages,

@@ -43,6 +43,7 @@ from slipstream.train.options import TrainOptions
 from slipstream.train.prompts import generate_answers, read_prompts
 from slipstream.train.walks import block_inputs, block_positions, evaluate
 
+CPU_SLOTS = 32  # answers generated side by side where there is no GPU
 LOG_EVERY = 20  # steps
 CHECKPOINTS = 4  # in a run, the last one at its end
 VALIDATIONS = 8  # in a run
@@ -80,7 +81,13 @@ def load_or_generate(
     if path.exists():
         return AnswerSet.load(path)
     recipe, started = options.recipe, time.monotonic()
-    generator = SlotGenerator(target, num_slots=recipe.num_slots, max_length=recipe.max_length, seed=options.seed)
+    generator = SlotGenerator(
+        target,
+        # A CPU is busy with a few slots, and the KV of thousands would not fit into its memory.
+        num_slots=recipe.num_slots if target.head_weight.is_cuda else min(recipe.num_slots, CPU_SLOTS),
+        max_length=min(recipe.max_length, target.spec.max_position_embeddings),
+        seed=options.seed,
+    )
     with _progress(console) as progress:
         task = progress.add_task("answers, slot steps", total=None)
         answers = generate_answers(
