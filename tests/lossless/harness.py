@@ -29,7 +29,7 @@ Outcome = Literal["equal", "different", "inconclusive"]
 
 @dataclass
 class NearTies:
-    """How many requests were excused, over all runs of a test session: one in a hundred may be."""
+    """How many requests were excused over many runs: one in a hundred may be (and one in the first hundred)."""
 
     requests: int = 0
     excused: int = 0
@@ -41,9 +41,6 @@ class NearTies:
     @property
     def too_many(self) -> bool:
         return self.excused > max(1, self.requests // 100)
-
-
-NEAR_TIES = NearTies()
 
 
 @dataclass(frozen=True)
@@ -90,8 +87,10 @@ def judge(
     params: Sequence[SamplingParams],
     plain: Run,
     other: Run,
+    near_ties: NearTies | None = None,
 ) -> tuple[Outcome, str]:
-    """Compare a speculating run with the plain one; the text says what was found."""
+    """Compare a speculating run with the plain one; the text says what was found. `near_ties` counts over many runs."""
+    near_ties = near_ties or NearTies()
     totals = other.totals
     counts = f"drafted {totals.drafted}, verified {totals.verified}, accepted {totals.accepted}"
     rejected = totals.verified - totals.accepted
@@ -106,9 +105,9 @@ def judge(
         if gap >= GAP:
             return "different", f"request {index}, token {first}, top-2 gap {gap:.1e}: {a[first:]} or {b[first:]}"
         excused += 1
-    NEAR_TIES.count(len(prompts), excused)
-    if NEAR_TIES.too_many:
-        return "different", f"{NEAR_TIES.excused} near ties in {NEAR_TIES.requests} requests, more than 1 in 100"
+    near_ties.count(len(prompts), excused)
+    if near_ties.too_many:
+        return "different", f"{near_ties.excused} near ties in {near_ties.requests} requests, more than 1 in 100"
     return "equal", f"{counts}, {excused} excused near ties"
 
 

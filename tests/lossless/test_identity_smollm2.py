@@ -17,9 +17,10 @@ from slipstream.decide.cost import CostModel
 from slipstream.draft.base import Drafter
 from slipstream.llm import Models, load_models
 from slipstream.testing import TableDrafter, next_token_table
-from tests.lossless.harness import Run, judge, run, scripted_cost
+from tests.lossless.harness import NearTies, Run, judge, run, scripted_cost
 
 SPECULATING = [mode for mode in MODES if mode != "off"]
+NEAR_TIES = NearTies()  # over the whole matrix
 OPENINGS = [
     "The capital of France", "def add(a, b):", "Once upon a time", "2 + 2 =", "Dear Sir or Madam,", "import numpy as",
     "The quick brown fox", "In 1969, the first", "Water boils at", "SELECT name FROM", "My favourite colour",
@@ -110,6 +111,6 @@ def test_token_ids_equal_plain_decoding(
         models, mode, prompts(), params, num_drafts=num_drafts, concurrency=concurrency, cost=cost,
         drafter=table(temperature) if name == "table" else None, max_num_batched_tokens=128,
     )  # fmt: skip
-    outcome, found = judge(models, mode, prompts(), params, plain_run(temperature), other)
+    outcome, found = judge(models, mode, prompts(), params, plain_run(temperature), other, NEAR_TIES)
     outcomes[f"{mode} {name} S={num_drafts} concurrency={concurrency} T={temperature}"] = f"{outcome}: {found}"
     assert outcome == "equal", found
