@@ -74,7 +74,7 @@ class SpeculativeConfig:
     confidence_signal: Signal = "auto"
     adaptive_speculative_min_gain: float = 0.0  # relative gain that one more draft must promise
     acceptance: Acceptance = "coupled"
-    draft_sampling: Literal["auto", "greedy", "sample"] = "auto"
+    draft_sampling: Literal["auto", "greedy", "sample"] = "auto"  # auto: sample, which accepts more (docs/LOG.md)
     cost_model: str = "auto"  # auto, none, or a file
     calibration: str | None = None  # file; None: calibration.json in the drafter's folder, if there
 
