@@ -4,7 +4,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c requirements/lock.txt
 export HF_HUB_OFFLINE := 1
-# Idle threads of torch spin, 300,000 turns by default. On a busy machine that slows everything down thirtyfold.
+# Idle threads of torch spin, 300,000 turns by default. Where others share the cores, that slows everybody down.
 export GOMP_SPINCOUNT ?= 10000
 
 .PHONY: help setup demo test test-slow test-gpu check format bench shape clean

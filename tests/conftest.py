@@ -8,7 +8,7 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Idle threads of torch spin; where other work shares the cores that slows a real model down thirtyfold.
+# Idle threads of torch spin, which slows a real model down where other work shares the cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
