@@ -39,6 +39,7 @@ RANKS: dict[str, float] = {
     "slipstream.testing": 7.1,
     "slipstream.train": 7.2,
     "slipstream.lab": 7.3,
+    "slipstream.commands": 7.4,
     "slipstream.cli": 8,
     "slipstream.__main__": 8.1,
 }
@@ -67,6 +68,7 @@ TORCH_FREE = (
     "slipstream.lab.critical_path",
     "slipstream.lab.prompts",
     "slipstream.train.options",
+    "slipstream.commands",
     "slipstream.cli",
 )
 

@@ -1,0 +1,26 @@
+"""The flags that mean the same in every command. `Model`, `Draft`, ... are the types of a command's parameters."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream.config import MODES
+
+Model = Annotated[str | None, typer.Option(help="Folder, .gguf file or built-in name. Default: smollm2-135m.")]
+Draft = Annotated[str | None, typer.Option("--draft", help="Drafter: folder or built-in name. Default: none.")]
+Verify = Annotated[
+    str | None, typer.Option(help=f"Mode: {', '.join(MODES)}. Default: static with a drafter, else off.")
+]
+NumDrafts = Annotated[int | None, typer.Option(help="Drafts per step, S. Default: what the drafter makes, at most 7.")]
+CostModel = Annotated[str | None, typer.Option(help="auto, none or a file made by `profile`. Default: auto.")]
+Rule = Annotated[str | None, typer.Option("--acceptance", help="coupled or rejection. Default: coupled.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy. Default: 0.")]
+TopP = Annotated[float | None, typer.Option(help="Nucleus, in (0, 1]. Default: 1, off.")]
+TopK = Annotated[int | None, typer.Option(help="Most likely tokens kept. Default: 0, off.")]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same text, in every mode. Default: random.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Output tokens at most. Default: 256.")]
+Dtype = Annotated[str | None, typer.Option(help="auto, bfloat16, float16 or float32. Default: auto.")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda. Default: auto.")]
+Config = Annotated[Path | None, typer.Option(help="Options from a JSON or TOML file; flags win over it.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object as the last line of stdout, the rest on stderr.")]

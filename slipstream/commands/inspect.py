@@ -1,0 +1,30 @@
+"""`slipstream inspect`."""
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from slipstream.commands import flags
+from slipstream.commands.shared import print_json, screen
+
+
+def inspect(
+    checkpoint: Annotated[str, typer.Argument(help="Folder, .gguf file or built-in name, of a target or a drafter.")],
+    layout: Annotated[
+        str | None, typer.Option(help="Read a drafter as fill_in or anchor_first, whatever it says.")
+    ] = None,
+    as_json: flags.Json = False,
+) -> None:
+    """Say what a checkpoint is and, for a drafter, which row predicts which token and how that was decided."""
+    from slipstream.models.inspect import describe
+    from slipstream.models.locate import built_in_drafters, resolve_target
+
+    path = built_in_drafters().get(checkpoint) or resolve_target(checkpoint)
+    report = {"path": str(path), **describe(path, layout)}
+    table = Table(show_header=False, box=None)
+    for name, value in report.items():
+        table.add_row(name, "-" if value is None else str(value))
+    screen(as_json).print(table)
+    if as_json:
+        print_json(report)

@@ -1,0 +1,120 @@
+"""`slipstream bench` and `slipstream profile`."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from slipstream.commands import flags
+from slipstream.commands.shared import as_tuple, deliver, numbers, options_of, print_json, say, screen, start
+from slipstream.errors import ConfigError
+from slipstream.lab.cases import BenchOptions
+from slipstream.lab.report import probe_table, rows_table
+from slipstream.options import MODE_FLAGS, Options
+
+
+def bench(
+    model: flags.Model = None,
+    draft: flags.Draft = None,
+    modes: Annotated[str | None, typer.Option(help="Comma-separated. Default: all five.")] = None,
+    num_speculative_tokens: Annotated[
+        str | None, typer.Option(help="S, or several: 3,7. Default: what the drafter makes, at most 7.")
+    ] = None,
+    concurrency: Annotated[str | None, typer.Option(help="Requests at a time, or several: 1,8. Default: 1.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines with turns. Default: a sample of gsm8k.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Prompts per wave. Default: 4, or concurrency.")] = None,
+    waves: Annotated[int | None, typer.Option(help="How often all modes take turns. Default: 3.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Output tokens at most. Default: 128.")] = None,
+    temperature: flags.Temperature = None,
+    seed: flags.Seed = None,
+    dtype: flags.Dtype = None,
+    device: flags.Device = None,
+    probe: Annotated[bool | None, typer.Option("--probe", help="Measure the critical path of a step.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the JSON to this file as well.")] = None,
+    config: flags.Config = None,
+    as_json: flags.Json = False,
+) -> None:
+    """Run modes side by side on the same requests, taking turns, and compare them with plain decoding."""
+    flags = {
+        **locals(),
+        "modes": None if modes is None else [mode.strip() for mode in modes.split(",")],
+        "concurrency": numbers("concurrency", concurrency),
+        "num_speculative_tokens": numbers("num_speculative_tokens", num_speculative_tokens),
+    }
+    own = ("modes", "concurrency", "prompts", "requests", "waves", "probe")
+    bench_options = _bench_options(options_of(flags, own=own))  # refuses before torch is loaded
+
+    from slipstream.lab.bench import run
+
+    result = run(bench_options, say)
+    out = screen(as_json)
+    out.print(rows_table(result.report["rows"], f"{result.report['model']}, {result.report['rows'][0]['dtype']}"))
+    if bench_options.probe:
+        out.print(probe_table(result.report["rows"]))
+    deliver(result.report, output, as_json)
+
+
+def profile(
+    model: flags.Model = None,
+    draft: flags.Draft = None,
+    num_speculative_tokens: flags.NumDrafts = None,
+    budget: Annotated[float, typer.Option(help="Seconds to spend.")] = 30.0,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Largest number of sequences. Default: 64 CPU, 256 GPU.")
+    ] = None,
+    dtype: flags.Dtype = None,
+    device: flags.Device = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File. Default: under $SLIPSTREAM_HOME, where auto finds it.")
+    ] = None,
+    config: flags.Config = None,
+    as_json: flags.Json = False,
+) -> None:
+    """Measure what a step costs, by rows, sequences and context, and keep it as a cost model."""
+    if not 0 < budget < math.inf:
+        raise ConfigError(f"budget is {budget}; it must be a number of seconds above 0")
+    options = options_of(locals())
+    if options.model is None:  # the built-in drafter fits the built-in model only
+        options = dataclasses.replace(options, speculative={"draft_model": BenchOptions().draft, **options.speculative})
+
+    from slipstream.lab import profile as lab
+
+    llm = start(options)
+    models = llm.models
+    key = lab.profile_key(models.target_name, models.drafter_name or "none", models.device, models.dtype)
+    survey = lab.survey(llm.engine, key, budget)
+    path = survey.profile.save(output)
+    out = screen(as_json)
+    out.print(lab.survey_table(survey))
+    out.print(f"{survey.profile.use} model in use: {survey.profile.use_reason}; saved as {path}", soft_wrap=True)
+    if as_json:
+        print_json({"path": str(path), **survey.as_dict()})
+
+
+def _bench_options(options: Options) -> BenchOptions:
+    """Fields of BenchOptions; those that were not given keep its defaults."""
+    if options.verify is not None or MODE_FLAGS & options.speculative.keys():
+        raise ConfigError("verify: bench runs several modes; name them with modes")
+    if "max_num_seqs" in options.engine:
+        raise ConfigError("max_num_seqs: bench sizes the engine by concurrency; use that")
+    speculative = dict(options.speculative)
+    options.engine_config()  # refuses wrong values
+    fields: dict[str, Any] = {"engine": dict(options.engine)}
+    if options.model is not None:
+        fields |= {"model": options.model, "draft": None}  # the built-in drafter fits the built-in model only
+    if "draft_model" in speculative:
+        fields["draft"] = speculative.pop("draft_model")
+    for name in ("modes", "concurrency"):
+        if name in options.command:
+            fields[name] = as_tuple(options.command[name])
+    if "num_speculative_tokens" in speculative:
+        fields["num_speculative_tokens"] = as_tuple(speculative.pop("num_speculative_tokens"))
+    if not isinstance(options.command.get("prompts", ""), str | Path):
+        raise ConfigError(f"prompts is {options.command['prompts']!r}; give a path")
+    if "prompts" in options.command:
+        fields["prompts"] = Path(options.command["prompts"])
+    fields |= {name: options.command[name] for name in ("requests", "waves", "probe") if name in options.command}
+    sampling = dataclasses.replace(options, sampling={"max_tokens": 128, **options.sampling}).sampling_params()
+    return BenchOptions(**fields, speculative=speculative, sampling=sampling)

@@ -1,0 +1,97 @@
+"""What commands share: options from their flags, a started engine, and how a result is delivered."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from slipstream.errors import ConfigError
+from slipstream.lab.report import plain_json
+from slipstream.options import DEFAULT_MODEL, Options, gather
+
+if TYPE_CHECKING:
+    from slipstream.llm import LLM
+
+
+def options_of(flags: Mapping[str, Any], own: Sequence[str] = ()) -> Options:
+    """A command's `locals()` as options; names that no class of options knows stay out of it."""
+    kept = {name: value for name, value in flags.items() if name in _FLAG_FIELDS or name in own}
+    kept["draft_model"] = kept.pop("draft", None)
+    return gather(kept, flags.get("config"), frozenset(own))
+
+
+_FLAG_FIELDS = frozenset(
+    [
+        "model",
+        "draft",
+        "verify",
+        "num_speculative_tokens",
+        "cost_model",
+        "acceptance",
+        "temperature",
+        "top_p",
+        "top_k",
+        "seed",
+        "max_tokens",
+        "dtype",
+        "device",
+        "max_num_seqs",
+    ]
+)
+
+
+def start(options: Options, **engine: Any) -> "LLM":
+    speculative, sized = options.speculative_config(), options.engine_config()  # refuse before anything is loaded
+    from slipstream.llm import LLM
+
+    fields = {f.name: getattr(sized, f.name) for f in dataclasses.fields(sized)}
+    for name, value in engine.items():
+        fields[name] = value if fields[name] is None else fields[name]
+    return LLM(options.model or DEFAULT_MODEL, speculative=speculative, **fields)
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """A value of a flag or a file where several are possible."""
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def numbers(name: str, text: str | None) -> list[int] | None:
+    """ "1,8" as numbers."""
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{name} is {text!r}; give whole numbers with commas between them") from error
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def screen(as_json: bool) -> Console:
+    """Where a command's text goes: stdout, unless that is kept for JSON."""
+    return Console(stderr=as_json, highlight=False)
+
+
+def say(line: str) -> None:
+    Console(stderr=True, highlight=False).print(Text(line, style="dim"), soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    sys.stdout.flush()
+    print(json.dumps(plain_json(value), ensure_ascii=False, allow_nan=False), flush=True)
+
+
+def deliver(report: dict[str, Any], output: Path | None, as_json: bool) -> None:
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(plain_json(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        say(f"written to {output}")
+    if as_json:
+        print_json(report)

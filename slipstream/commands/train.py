@@ -1,0 +1,43 @@
+"""`slipstream train`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream.commands import flags
+from slipstream.commands.shared import print_json, screen
+from slipstream.options import DEFAULT_MODEL, build, field_names, merge
+
+
+def train(
+    out: Annotated[Path | None, typer.Option(help="Folder of the run: drafter, checkpoint, answers, logs.")] = None,
+    model: flags.Model = None,
+    algorithm: Annotated[str | None, typer.Option(help="dspark or dflash. Default: dspark.")] = None,
+    prompts: Annotated[list[Path] | None, typer.Option(help="JSON lines with turns; may be given again.")] = None,
+    answers: Annotated[list[Path] | None, typer.Option(help="Answers of an earlier run; may be given again.")] = None,
+    answer_tokens: Annotated[
+        int | None, typer.Option(help="Tokens that the target answers. Default: 2,000,000.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps. Default: 2000.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="End the schedule after this time at the latest.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Rows of a block, anchor included. Default: 8.")] = None,
+    num_layers: Annotated[int | None, typer.Option(help="Layers of the drafter. Default: 2.")] = None,
+    draft_vocab_size: Annotated[int | None, typer.Option(help="Tokens it can draft; 0 is all. Default: 16384.")] = None,
+    markov_rank: Annotated[int | None, typer.Option(help="Of dspark's Markov head. Default: 32.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same run. Default: 0.")] = None,
+    device: flags.Device = None,
+    resume: Annotated[bool | None, typer.Option("--resume", help="Go on from the checkpoint in OUT.")] = None,
+    config: flags.Config = None,
+    as_json: flags.Json = False,
+) -> None:
+    """Train a drafter for a target, from answers that the target itself gives."""
+    from slipstream.train.options import TrainOptions
+
+    given = {name: value for name, value in locals().items() if name in field_names(TrainOptions)}
+    options = build(TrainOptions, merge({**given, "target": model}, config, {"target": DEFAULT_MODEL}), "train")
+    from slipstream.train.trainer import train as run
+
+    run(options, screen(as_json))
+    if as_json:
+        print_json({"target": options.target, "algorithm": options.algorithm, "drafter": str(options.out / "drafter")})
