@@ -21,8 +21,9 @@ from slipstream.models.drafters import load_drafter
 from slipstream.models.locate import resolve_drafter, resolve_target
 from slipstream.models.tokenizer import load_tokenizer
 from slipstream.models.weights import load_decoder
+from slipstream.prompts import read_prompts
 from slipstream.train.answers import AnswerSet, SlotGenerator
-from slipstream.train.prompts import greedy_answers, read_prompts
+from slipstream.train.prompts import greedy_answers
 from slipstream.train.walks import evaluate
 
 SETS = ("gsm8k", "humaneval", "mbpp", "math500", "mt_bench")
@@ -50,7 +51,7 @@ def arguments() -> argparse.Namespace:
 
 def answer_sets(options: argparse.Namespace, target: Decoder) -> dict[str, AnswerSet]:
     """Greedy answers per prompt set, all generated side by side."""
-    prompts = {name: read_prompts([options.prompts / f"{name}.jsonl"])[: options.limit] for name in options.sets}
+    prompts = {name: read_prompts(options.prompts / f"{name}.jsonl")[: options.limit] for name in options.sets}
     paths = {name: options.answers / f"{name}.safetensors" for name in prompts} if options.answers else {}
     if paths and all(path.exists() for path in paths.values()):
         return {name: AnswerSet.load(path) for name, path in paths.items()}

@@ -9,10 +9,11 @@ import typer
 from rich.console import Console
 
 from slipstream.commands import flags
-from slipstream.commands.shared import options_of, print_json, say, screen, start, user
+from slipstream.commands.shared import options_of, print_json, say, screen, start
 from slipstream.config import SamplingParams
 from slipstream.errors import EngineError, RequestError
 from slipstream.lab.paint import pieces_of, show
+from slipstream.prompts import user
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM

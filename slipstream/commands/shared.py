@@ -70,10 +70,6 @@ def numbers(name: str, text: str | None) -> list[int] | None:
         raise ConfigError(f"{name} is {text!r}; give whole numbers with commas between them") from error
 
 
-def user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
-
-
 def screen(as_json: bool) -> Console:
     """Where a command's text goes: stdout, unless that is kept for JSON."""
     return Console(stderr=as_json, highlight=False)

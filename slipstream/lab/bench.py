@@ -13,7 +13,6 @@ from slipstream.config import SamplingParams
 from slipstream.lab import ceilings, machine
 from slipstream.lab.cases import BenchOptions, Case, label
 from slipstream.lab.critical_path import critical_path
-from slipstream.lab.prompts import Messages, prompts_name, read_prompts
 from slipstream.lab.report import (
     NO_CRITICAL_PATH,
     Answer,
@@ -25,6 +24,7 @@ from slipstream.lab.report import (
     ttft_in_turn_ms,
 )
 from slipstream.llm import LLM, Completion, Models, load_models
+from slipstream.prompts import Messages, prompts_name, read_prompts, user
 from slipstream.rehearse import time_step
 
 WARM_UP_TOKENS = 8
@@ -40,7 +40,7 @@ class BenchResult:
 
 def run(options: BenchOptions, say: Callable[[str], None]) -> BenchResult:
     """Measure all cases; `say` gets one line per thing done."""
-    conversations = read_prompts(options.prompts, options.num_requests)
+    conversations = [user(prompt) for prompt in read_prompts(options.prompts, options.num_requests)]
     models = load_models(
         options.model, options.draft, dtype=_engine(options, "dtype"), device=_engine(options, "device")
     )

@@ -1,4 +1,4 @@
-"""From measured waves to the rows that `bench` and `make demo` report: statistics, loops, the table. Torch-free.
+"""From measured waves to the rows that `bench` and `make demo` report: statistics, the table. Torch-free.
 
 A wave is one pass of one case (mode, S, concurrency) over all requests. Cases take turns wave by wave, so a row's
 figures are medians over waves that lay between those of the other cases; counters are sums over all waves.
@@ -15,11 +15,8 @@ from rich.table import Table
 
 from slipstream.lab.cases import Case
 from slipstream.lab.critical_path import CriticalPath
+from slipstream.loops import ends_in_loop
 from slipstream.metrics import SpecCounters, Timing
-
-MAX_LOOP_PERIOD = 64  # tokens
-MIN_LOOP_REPEATS = 3
-MIN_LOOP_TOKENS = 24  # "0000" at the end of a number is no loop
 
 NO_CRITICAL_PATH = CriticalPath(decide_us=None, decide_hidden_us=None, build_us=None, gap_us=None, device_busy=None)
 
@@ -64,18 +61,6 @@ def median(values: Sequence[float | None]) -> float | None:
     """Of the values that exist."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
-
-
-def ends_in_loop(token_ids: Sequence[int]) -> bool:
-    """Whether the end of an answer repeats itself: small models fall into loops, and a loop is easy to draft."""
-    for period in range(1, MAX_LOOP_PERIOD + 1):
-        span = max(MIN_LOOP_REPEATS * period, MIN_LOOP_TOKENS)
-        if len(token_ids) < span:
-            continue
-        tail = token_ids[-span:]
-        if tail[period:] == tail[:-period]:
-            return True
-    return False
 
 
 def ttft_in_turn_ms(timings: Sequence[Timing], concurrency: int) -> list[float]:

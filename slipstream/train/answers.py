@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
+from slipstream.loops import find_loop
 from slipstream.models.decoder import Decoder
 
 STEPS_PER_CHECK = 16  # steps between two looks at which slots are done
@@ -211,27 +212,6 @@ class SlotGenerator:
             [job.temperature for _, job in taken], dtype=torch.float32, device=device
         )
         self.done[index] = False
-
-
-# ---- loops ----------------------------------------------------------------------------------------------------------
-
-
-def find_loop(
-    token_ids: Sequence[int] | NDArray[np.int32], max_period: int = 64, min_tokens: int = 24
-) -> tuple[int, int] | None:
-    """The loop in which a text ends: where its second round begins and its period, or None.
-
-    It is one if the tail repeats with a period of at most `max_period` for three rounds and `min_tokens` tokens.
-    """
-    ids = np.asarray(token_ids)
-    for period in range(1, min(max_period, len(ids) // 3) + 1):
-        differs = np.flatnonzero(ids[period:] != ids[:-period])
-        repeated = (
-            len(ids) - period - (int(differs[-1]) + 1 if len(differs) else 0)
-        )  # tokens equal to the one a period ago
-        if repeated >= max(2 * period, min_tokens - period):
-            return len(ids) - repeated, period
-    return None
 
 
 # ---- a set of answers -----------------------------------------------------------------------------------------------

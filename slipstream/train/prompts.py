@@ -1,4 +1,4 @@
-"""What the target is asked for training: prompts of files, prompts that it writes itself, and the answers to both.
+"""What the target is asked for training: prompts that it is given, prompts that it writes itself, and the answers.
 
 A prompt of its own is what it writes into its chat template's user header after an opening such as "Write a python
 function to". Tokenising and templates end here: the generator and all that follow know token ids only. Called by the
@@ -7,13 +7,10 @@ trainer, and by `bench/acceptance.py` for greedy answers to evaluation prompts.
 
 import dataclasses
 import functools
-import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
-from slipstream.errors import ConfigError
 from slipstream.train.answers import MIN_ANSWER_TOKENS, Answer, AnswerSet, Job, SlotGenerator
 
 USER_TEMPERATURE = 0.85  # of self-made user turns
@@ -52,23 +49,6 @@ class ChatTokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str: ...
-
-
-def read_prompts(paths: Sequence[Path]) -> list[str]:
-    """The first user turns of JSONL files of {"turns": [...]}."""
-    prompts = []
-    for path in paths:
-        try:
-            lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")  # splitlines() also cuts at U+2028
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"prompts file {path} cannot be read: {error}") from error
-        for number, line in enumerate(lines, 1):
-            try:
-                turn = json.loads(line)["turns"][0]
-            except (ValueError, KeyError, IndexError, TypeError) as error:
-                raise ConfigError(f'prompts file {path}, line {number}: expected {{"turns": ["..."]}}') from error
-            prompts.append(str(turn))
-    return prompts
 
 
 def chat_frame(tokenizer: ChatTokenizer) -> tuple[str, str]:

@@ -34,13 +34,14 @@ from slipstream.models.locate import resolve_target
 from slipstream.models.spec import FULL
 from slipstream.models.tokenizer import load_tokenizer
 from slipstream.models.weights import load_decoder
+from slipstream.prompts import read_prompts
 from slipstream.train.answers import AnswerSet, SlotGenerator
 from slipstream.train.attend import Backend, Dense, Flex, PackedAttend, PackedBlockAttend
 from slipstream.train.data import BatchOrder, Blocks, PackedRows, draft_vocabulary, draw_blocks, pack
 from slipstream.train.losses import RowLosses, decay, fused_rows, label_shift, row_mask, total_loss
 from slipstream.train.optim import MasterOptimizer
 from slipstream.train.options import TrainOptions
-from slipstream.train.prompts import generate_answers, read_prompts
+from slipstream.train.prompts import generate_answers
 from slipstream.train.walks import block_inputs, block_positions, evaluate
 
 CPU_SLOTS = 32  # answers generated side by side where there is no GPU
@@ -88,10 +89,11 @@ def load_or_generate(
         max_length=min(recipe.max_length, target.spec.max_position_embeddings),
         seed=options.seed,
     )
+    prompts = [prompt for file in options.prompts for prompt in read_prompts(file)]
     with _progress(console) as progress:
         task = progress.add_task("answers, slot steps", total=None)
         answers = generate_answers(
-            generator, tokenizer(), read_prompts(options.prompts), num_tokens=options.answer_tokens,
+            generator, tokenizer(), prompts, num_tokens=options.answer_tokens,
             max_new_tokens=recipe.max_new_tokens, greedy_share=recipe.greedy_share, seed=options.seed,
             on_tokens=lambda count: progress.advance(task, count),
         )  # fmt: skip

@@ -23,7 +23,7 @@ def test_demo_shows_answers_and_ends_with_the_object(
         sampling=SamplingParams(max_tokens=24, ignore_eos=True),
         waves=1,
     )
-    short = [[{"role": "user", "content": text}] for text in ("one", "two", "three")]
+    short = ["one", "two", "three"]
     monkeypatch.setattr(demo, "OPTIONS", options)
     monkeypatch.setattr(demo, "read_prompts", lambda path, count: short[:count])
     monkeypatch.setattr("slipstream.lab.bench.read_prompts", lambda path, count: short[:count])

@@ -16,9 +16,9 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.drafters import BlockDrafter, load_drafter
 from slipstream.models.layers import DenseAttend
 from slipstream.models.spec import DecoderSpec, RopeSpec
-from slipstream.train.answers import Answer, AnswerSet, Job, SlotGenerator, find_loop
+from slipstream.train.answers import Answer, AnswerSet, Job, SlotGenerator
 from slipstream.train.options import LossOptions, OptimOptions, Recipe, TrainOptions
-from slipstream.train.prompts import generate_answers, greedy_answers, read_prompts
+from slipstream.train.prompts import generate_answers, greedy_answers
 from slipstream.train.trainer import Trainer, drafter_spec
 from slipstream.train.walks import draft_greedily, evaluate, matching_runs, walk
 
@@ -187,11 +187,8 @@ def test_resuming_something_else_is_refused(target: Decoder, answers: AnswerSet,
         Trainer(options(tmp_path, steps=1, resume=True, seed=1), target, answers, quiet()).run()
 
 
-def test_loops_are_found_and_cut() -> None:
+def test_loops_are_cut() -> None:
     straight, loop = list(range(30)), [91, 92, 93, 94]
-    assert find_loop(straight) is None
-    assert find_loop(straight + loop * 8) == (34, 4)
-    assert find_loop(straight + loop * 2) is None
     job = Job(prompt_ids=(5, 6), temperature=0.0, max_new_tokens=99)
     answer = Answer(job=job, token_ids=tuple(straight + loop * 8), finished=False)
     cut = AnswerSet.from_answers([answer], cut_loops=True)
@@ -223,10 +220,8 @@ class LetterTokenizer:
         return f"<{messages[0]['content']}>"
 
 
-def test_given_and_self_made_prompts_are_answered(target: Decoder, tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text('{"turns": ["add two", "and three"]}\n{"turns": ["halve\\u2028it"]}\n', "utf-8")
-    prompts = read_prompts([tmp_path / "p.jsonl"])
-    assert prompts == ["add two", "halve\u2028it"]
+def test_given_and_self_made_prompts_are_answered(target: Decoder) -> None:
+    prompts = ["add two", "halve\u2028it"]
     generator = SlotGenerator(target, num_slots=16, max_length=100, seed=0)
     tokenizer = LetterTokenizer()
     found = generate_answers(
@@ -246,12 +241,7 @@ def test_given_and_self_made_prompts_are_answered(target: Decoder, tmp_path: Pat
     assert [len(evaluated[name]) for name in ("a", "b")] == [2, 1]
 
 
-def test_bad_prompt_files_are_named(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text('{"turns": ["a"]}\n{"turn": "b"}\n')
-    with pytest.raises(ConfigError, match=r"p\.jsonl, line 2"):
-        read_prompts([tmp_path / "p.jsonl"])
-    with pytest.raises(ConfigError, match=r"missing\.jsonl"):
-        read_prompts([tmp_path / "missing.jsonl"])
+def test_bad_answer_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"a\.safetensors"):
         AnswerSet.load(tmp_path / "a.safetensors")
     (tmp_path / "cut.safetensors").write_bytes(b"\x09\0\0")

@@ -2,20 +2,14 @@
 
 import json
 from collections import Counter
-from pathlib import Path
 
-import pytest
-
-from slipstream.errors import RequestError
 from slipstream.lab.cases import Case
-from slipstream.lab.prompts import read_prompts
 from slipstream.lab.report import (
     Answer,
     Settings,
     Wave,
     bench_row,
     compare_to_off,
-    ends_in_loop,
     plain_json,
     rows_table,
     ttft_in_turn_ms,
@@ -73,22 +67,6 @@ def test_ratio_and_same_text_are_against_the_plain_row_of_the_same_concurrency()
     assert rows_table(rows, "t").row_count == 5
 
 
-@pytest.mark.parametrize(
-    ("ids", "loops"),
-    [
-        (range(100), False),
-        ([*range(50), *[7] * 24], True),
-        ([*range(50), *[7] * 20], False),  # a run of digits
-        ([*range(50), *list(range(30)) * 3], True),
-        ([*range(50), *list(range(30)) * 2, *range(29)], False),
-        ([*[1, 2] * 50, 3], False),  # it left the loop
-        ([], False),
-    ],
-)
-def test_loops(ids: list[int], loops: bool) -> None:
-    assert ends_in_loop(tuple(ids)) is loops
-
-
 def test_acceptance_without_loops_leaves_loops_out() -> None:
     row = bench_row(
         Case(mode="static", num_speculative_tokens=4, concurrency=1),
@@ -113,32 +91,3 @@ def test_first_tokens_are_timed_from_their_turn() -> None:
 
 def test_plain_json_has_no_nan() -> None:
     assert plain_json({"a": [float("nan"), 1.0], "b": (float("inf"),)}) == {"a": [None, 1.0], "b": [None]}
-
-
-def test_prompts_come_in_the_order_of_the_file(tmp_path: Path) -> None:
-    assert len(read_prompts(None, 16)) == 16
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"turns": ["a\u2028z", "b"]}\n\n{"turns": ["c"]}\n', encoding="utf-8")
-    assert read_prompts(path, 2) == [[{"role": "user", "content": "a\u2028z"}], [{"role": "user", "content": "c"}]]
-
-
-@pytest.mark.parametrize(
-    ("text", "count", "says"),
-    [
-        ("", 1, "has 0 prompts"),
-        ('{"turns": ["a"]}', 0, "requests is 0"),
-        ('{"turns": []}', 1, "line 1"),
-        ('{"turns": ["  "]}', 1, "not empty"),
-        ("nonsense", 1, "expected"),
-    ],
-)
-def test_bad_prompt_files_are_named(tmp_path: Path, text: str, count: int, says: str) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text(text)
-    with pytest.raises(RequestError, match=says):
-        read_prompts(path, count)
-
-
-def test_missing_prompt_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="absent"):
-        read_prompts(tmp_path / "absent.jsonl", 1)

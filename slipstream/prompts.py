@@ -1,0 +1,59 @@
+"""Prompts from JSON-lines files, in the file's own order: `{"turns": ["first user turn", ...]}` a line.
+
+The one reader of such files: bench, evaluate, calibrate and train take the first user turn of each line, so that two
+runs, and two modes of one run, see the same requests. Blank lines are passed over. Knows nothing of tokens or chat
+templates. Torch-free.
+"""
+
+import json
+from importlib import resources
+from pathlib import Path
+
+from slipstream.errors import ConfigError
+
+BUILT_IN = "gsm8k_sample"
+
+Messages = list[dict[str, str]]
+
+
+def read_prompts(path: Path | None, count: int | None = None) -> list[str]:
+    """The first `count` prompts of a file, all without a count; of the built-in sample when no file is named."""
+    if count is not None and count < 1:
+        raise ConfigError(f"requests is {count}; ask for at least 1")
+    name, lines = prompts_name(path) if path is None else str(path), _text(path).split("\n")
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]  # splitlines() cuts at U+2028
+    if len(numbered) < (count or 1):
+        raise ConfigError(
+            f"prompts file {name} has {len(numbered)} prompts and {count or 1} were asked for; name a longer file, or "
+            "lower requests"
+        )
+    return [_first_turn(line, f"prompts file {name}, line {number}") for number, line in numbered[:count]]
+
+
+def user(text: str) -> Messages:
+    """A conversation of one user turn."""
+    return [{"role": "user", "content": text}]
+
+
+def prompts_name(path: Path | None) -> str:
+    """What a set of prompts is called in reports."""
+    return BUILT_IN if path is None else path.stem
+
+
+def _text(path: Path | None) -> str:
+    if path is None:
+        return (resources.files("slipstream") / f"assets/prompts/{BUILT_IN}.jsonl").read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"prompts file {path} cannot be read: {error}") from error
+
+
+def _first_turn(line: str, where: str) -> str:
+    try:
+        turn = json.loads(line)["turns"][0]
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ConfigError(f'{where}: expected {{"turns": ["..."]}}, found {line[:60]!r}') from error
+    if not isinstance(turn, str) or not turn.strip():
+        raise ConfigError(f"{where}: the first turn is {turn!r}; it must be a text that is not empty")
+    return turn
