@@ -50,6 +50,7 @@ class StepPlan:
     context_np: Int32s  # [B] committed context length s
     context_upper_bound_np: Int32s  # [B] s at most, with what lies in flight
     sampled_np: Bools  # [B] temperature above 0
+    teaches_np: Bools  # [B] False: the output is constrained, and shared estimators must not learn from it
     admissions: tuple[Admission, ...]
     page_writes_np: Int32s  # [n, 3] (slot, index in its page table, page): pages reserved since the last plan
     any_sampled: bool

@@ -82,8 +82,8 @@ def _plan(
         step=-1, num_decode=count, draft_length=draft_length, slots_np=np.arange(count, dtype=np.int32),
         generations_np=-ones, uids_np=-ones.astype(np.int64), decode_steps_np=0 * ones, num_given_np=ones,
         emits_np=ones.astype(np.bool_), caps_np=draft_length * ones, context_np=context * ones,
-        context_upper_bound_np=context * ones, sampled_np=np.zeros(count, np.bool_), admissions=admissions,
-        page_writes_np=page_writes_np, any_sampled=False, any_top_k=False, any_top_p=False,
+        context_upper_bound_np=context * ones, sampled_np=np.zeros(count, np.bool_), teaches_np=np.zeros(count, np.bool_),
+        admissions=admissions, page_writes_np=page_writes_np, any_sampled=False, any_top_k=False, any_top_p=False,
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
+    constrained: bool = False  # something besides the target decides what may be emitted
     eos_token_ids: frozenset[int] = frozenset()
     output_ids: list[int] = field(default_factory=list)
     accepted: list[bool] = field(default_factory=list)  # per output token: it was an accepted draft

@@ -236,6 +236,7 @@ class Scheduler:
             context_np=np.array([request.context for request in requests], np.int32),
             context_upper_bound_np=np.array([request.context_upper_bound for request in requests], np.int32),
             sampled_np=np.array(sampled, np.bool_),
+            teaches_np=np.array([not request.constrained for request in requests], np.bool_),
             admissions=tuple(admissions),
             page_writes_np=np.array(writes, np.int32).reshape(-1, 3),
             any_sampled=bool(emitting),

@@ -59,14 +59,14 @@ class Policy(Protocol):
     def draft_length(self, plan: StepPlan) -> int:
         """d for the step, before its draft is launched; `plan.draft_length` is S then. Called once per step."""
 
-    def observe(self, plan: StepPlan, report: DraftReport, teaches_np: Bools | None = None) -> None:
-        """Take in the confidence of `plan`'s draft. `teaches_np` [D]: False where a request's output is constrained."""
+    def observe(self, plan: StepPlan, report: DraftReport) -> None:
+        """Take in the confidence of `plan`'s draft. Rows outside `plan.teaches_np` teach nothing."""
 
     def decide(self, plan: StepPlan) -> Decision:
         """What the target verifies in this step."""
 
-    def learn(self, plan: StepPlan, result: StepResult, teaches_np: Bools | None = None) -> None:
-        """Take in what became of the drafts of `plan`."""
+    def learn(self, plan: StepPlan, result: StepResult) -> None:
+        """Take in what became of the drafts of `plan`. Rows outside `plan.teaches_np` teach nothing."""
 
     def timed(self, plan: StepPlan, decision: Decision, measured_ms: float) -> None:
         """Take in how long the whole step took, draft included. Optional."""
@@ -89,13 +89,13 @@ class FullWidth:
     def draft_length(self, plan: StepPlan) -> int:
         return self.num_drafts if plan.num_decode else 0
 
-    def observe(self, plan: StepPlan, report: DraftReport, teaches_np: Bools | None = None) -> None:
+    def observe(self, plan: StepPlan, report: DraftReport) -> None:
         pass
 
     def decide(self, plan: StepPlan) -> Decision:
         return _widths(_caps(plan))
 
-    def learn(self, plan: StepPlan, result: StepResult, teaches_np: Bools | None = None) -> None:
+    def learn(self, plan: StepPlan, result: StepResult) -> None:
         pass
 
     def timed(self, plan: StepPlan, decision: Decision, measured_ms: float) -> None:
@@ -229,7 +229,7 @@ class Adaptive:
 
     # ------------------------------------------------------------------------------------------------------ learning
 
-    def observe(self, plan: StepPlan, report: DraftReport, teaches_np: Bools | None = None) -> None:
+    def observe(self, plan: StepPlan, report: DraftReport) -> None:
         """Only stores; teaching waits for `learn`, which is off the path from a draft to its decision.
 
         So no decision depends on its own step through what is learned, either.
@@ -238,17 +238,17 @@ class Adaptive:
         if report.signal_np.size == 0:
             return
         # Where no draft may be verified, the drafter may be past its last position, and what it says is noise.
-        teaches = (plan.caps_np[: plan.num_decode] > 0) & (True if teaches_np is None else teaches_np)
+        teaches = (plan.caps_np > 0)[: plan.num_decode] & plan.teaches_np[: plan.num_decode]
         lagged = self.store.lookup(plan)
         self.store.put(plan, report)
         sighting = _Sighting(_classes(plan), report.signal_np, lagged, teaches)
         self._untaught.append(sighting)
         self._pair(plan.step, _Half(sighting=sighting))
 
-    def learn(self, plan: StepPlan, result: StepResult, teaches_np: Bools | None = None) -> None:
+    def learn(self, plan: StepPlan, result: StepResult) -> None:
         self._teach_sightings()
         if plan.num_decode and plan.draft_length:
-            self._pair(plan.step, _Half(result=result, teaches_np=teaches_np))
+            self._pair(plan.step, _Half(result=result))
 
     def timed(self, plan: StepPlan, decision: Decision, measured_ms: float) -> None:
         if self.cost is None:
@@ -288,14 +288,13 @@ class Adaptive:
         seen, result = half.sighting or other.sighting, half.result or other.result
         if seen is None or result is None:
             return
-        teaches_np = half.teaches_np if half.result else other.teaches_np
         num_decode = len(seen.class_np)
         self.survival.teach_outcomes(
             self.survival.confidence(seen.signal_np, seen.class_np),
             result.widths_np[:num_decode],
             result.num_accepted_np[:num_decode],
             seen.class_np,
-            seen.teaches_np & ~result.invalid_np[:num_decode] & (True if teaches_np is None else teaches_np),
+            seen.teaches_np & ~result.invalid_np[:num_decode],
         )
 
 
@@ -315,7 +314,6 @@ class _Half:
 
     sighting: _Sighting | None = None
     result: StepResult | None = None
-    teaches_np: Bools | None = None
 
 
 class _DraftLengths:

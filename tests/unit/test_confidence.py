@@ -26,6 +26,7 @@ def plan(step, slots, *, generations=None, uids=None, decode_steps=0, num_decode
         context_np=array(10, np.int32),
         context_upper_bound_np=array(10, np.int32),
         sampled_np=array(False, np.bool_),
+        teaches_np=array(True, np.bool_),
         admissions=(),
         page_writes_np=np.zeros((0, 3), np.int32),
         any_sampled=False,

@@ -50,6 +50,7 @@ class Row:
     prefill: bool = False
     kv: int = 100
     emits: bool = True
+    teaches: bool = True
 
 
 def plan_of(step, rows, draft_length=S):
@@ -70,6 +71,7 @@ def plan_of(step, rows, draft_length=S):
         context_np=column("kv", np.int32),
         context_upper_bound_np=column("kv", np.int32),
         sampled_np=column("sampled", np.bool_),
+        teaches_np=column("teaches", np.bool_),
         admissions=(),
         page_writes_np=np.zeros((0, 3), np.int32),
         any_sampled=any(r.sampled for r in rows),
@@ -386,15 +388,15 @@ def test_fault_32_a_constrained_request_moves_nobody_else():
         policy = made("lag", learns=True)
         rng = np.random.default_rng(0)
         log = []
-        rows = [Row(0, 1), Row(1, 2)]
+        rows = [Row(0, 1), Row(1, 2, teaches=False)]
         for step in range(60):
             confidence = rng.uniform(0.4, 0.9, (2, S))
             plan = plan_of(step, rows)
             decision = policy.decide(plan)
             log.append(int(decision.widths_np[0]))
-            policy.observe(plan, report_of(plan, confidence), teaches_np=np.array([True, False]))
+            policy.observe(plan, report_of(plan, confidence))
             result = result_of(plan, decision.widths_np, np.minimum(decision.widths_np, [2, 0 if constrain else S]))
-            policy.learn(plan, result, teaches_np=np.array([True, False]))
+            policy.learn(plan, result)
             for row in rows:
                 row.decode_steps += 1
         return log, policy.survival.calibration_np, policy.survival.prior(np.array([0]))
