@@ -19,6 +19,7 @@ Mode = Literal["off", "static", "adaptive", "lag", "lag-budget"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 Signal = Literal["auto", "head", "peak", "drawn"]
 Acceptance = Literal["coupled", "rejection"]
+NGRAM = "ngram"  # the drafter that needs no files; a folder of that name is ./ngram
 DEFAULT_MAX_DRAFTS = 7  # S when the user names none and the drafter could do more
 _LARGEST_FP32 = 3.4e38  # the device keeps temperatures in fp32
 
@@ -65,8 +66,8 @@ class SamplingParams:
 class SpeculativeConfig:
     """How drafts are made and how many of them the target verifies. The defaults verify every draft (mode static)."""
 
-    draft_model: str | None = None  # folder or built-in name
-    speculative_algorithm: str = "auto"  # auto, dflash, dspark; anything but auto must agree with the file
+    draft_model: str | None = None  # folder, built-in name, or ngram: look-up in the request's own tokens
+    speculative_algorithm: str = "auto"  # auto, dflash, dspark, ngram; anything but auto must agree with the drafter
     num_speculative_tokens: int | None = None  # S; None: what the file drafts, at most 7
     enable_adaptive_speculative_decode: bool = False  # prune widths by confidence
     enable_lag_confidence: bool = False  # decide from the previous step's confidence
@@ -80,7 +81,7 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speculative_algorithm", str(self.speculative_algorithm).lower())
-        _choice("speculative_algorithm", self.speculative_algorithm, ("auto", "dflash", "dspark"))
+        _choice("speculative_algorithm", self.speculative_algorithm, ("auto", "dflash", "dspark", NGRAM))
         _choice("confidence_allocation", self.confidence_allocation, ("lagged", "fresh"))
         _choice("confidence_signal", self.confidence_signal, get_args(Signal))
         _choice("acceptance", self.acceptance, get_args(Acceptance))
@@ -100,6 +101,14 @@ class SpeculativeConfig:
         self._refuse_options_without_effect()
 
     def _refuse_options_without_effect(self) -> None:
+        if self.draft_model == NGRAM:
+            if self.confidence_signal in ("peak", "drawn"):
+                raise ConfigError(
+                    f"confidence_signal {self.confidence_signal!r} is a probability, and ngram drafts without any; use "
+                    "auto or head, its running acceptance"
+                )
+            if self.draft_sampling == "sample":
+                raise ConfigError("draft_sampling 'sample': ngram never draws its drafts at random; use auto")
         if self.enable_lag_confidence and not self.enable_adaptive_speculative_decode:
             raise ConfigError(
                 "enable_lag_confidence needs enable_adaptive_speculative_decode: lag says from which confidence widths "

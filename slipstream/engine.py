@@ -201,6 +201,10 @@ class Engine:
             if self.drafter is not None and features is not None:
                 kv_slots = committed_kv_slots(batch, verdict.num_accepted, self._page_size)
                 self.drafter.absorb(features, batch.positions, kv_slots)
+            if self.drafter is not None and draft is not None:
+                count = plan.num_decode
+                teaches = ~verdict.invalid[:count]
+                self.drafter.settle(draft, widths[:count], verdict.num_accepted[:count], teaches)
         end = self._stopwatch.mark()  # before the export: whoever waited for that has waited for this mark too
         with self._span(step, "export", "device"):
             result = self._exporter.start({
@@ -313,6 +317,8 @@ class Engine:
             context=context,
             anchor_ids=self.state.token_ids[slots, context].long(),
             page_table=self.state.page_table[slots],
+            sampled=self.state.temperature[slots] > 0,
+            history=self.state.token_ids,
             max_context=int(plan.context_upper_bound_np[: plan.num_decode].max()),
             step=plan.step,
         )

@@ -23,13 +23,21 @@ import torch
 from slipstream.cache.pages import NUM_RESERVED_PAGES, PageAllocator
 from slipstream.cache.pool import KVPool
 from slipstream.commit import Delta
-from slipstream.config import DEFAULT_MAX_DRAFTS, EngineConfig, SamplingParams, SpeculativeConfig, from_mapping
+from slipstream.config import (
+    DEFAULT_MAX_DRAFTS,
+    NGRAM,
+    EngineConfig,
+    SamplingParams,
+    SpeculativeConfig,
+    from_mapping,
+)
 from slipstream.decide.cost import CostModel, CostProfile
 from slipstream.decide.policy import FullWidth, Policy, make_policy
 from slipstream.device.events import Recorder
 from slipstream.device.state import make_slot_state
 from slipstream.draft.base import Drafter
 from slipstream.draft.block import BlockDraft
+from slipstream.draft.ngram import NGramDraft
 from slipstream.engine import Engine
 from slipstream.errors import CapacityError, CheckpointError, ConfigError, EngineError, RequestError
 from slipstream.lab.profile import measure, profile_key, stored_profile
@@ -99,14 +107,14 @@ class Completion:
 
 
 def load_models(model: str, draft_model: str | None = None, *, dtype: str = "auto", device: str = "auto") -> Models:
-    """Load a target (folder, .gguf file or built-in name), its tokenizer, and a drafter (folder or built-in name)."""
+    """Load a target (folder, .gguf file or built-in name), its tokenizer, and a drafter (folder, built-in name, or ngram)."""
     notes: list[Note] = []
     on = _device(device, notes)
     kind = _dtype(dtype, on, notes)
     path = resolve_target(model)
     target = load_decoder(path, kind, on)
     tokenizer = load_tokenizer(path)
-    folder = None if draft_model is None else resolve_drafter(draft_model)
+    folder = None if draft_model is None or draft_model == NGRAM else resolve_drafter(draft_model)
     network = None if folder is None else load_drafter(folder, target, kind, on)
     if network is not None:
         notes.append(("layout", network.spec.layout, network.spec.layout_reason))
@@ -288,6 +296,10 @@ def build_engine(
 ) -> Engine:  # fmt: skip
     """Pools, scheduler, policy and rule for these options."""
     device, vocab_size = models.device, models.vocab_size
+    looks_up = speculative.draft_model == NGRAM and drafter is None  # whatever network was loaded beside it
+    if looks_up:
+        drafter = NGramDraft(device)
+        notes.append(("draft_model", NGRAM, "drafts are looked up in each request's own tokens; it has no weights"))
     if speculative.mode != "off" and drafter is None and models.network is None:
         raise ConfigError(f"draft_model {speculative.draft_model!r} was not loaded: pass it to load_models")
     network = models.network if speculative.mode != "off" and drafter is None else None
@@ -297,7 +309,7 @@ def build_engine(
     if draft_pool is not None and network is not None:
         _check_draft_vocabulary(network, vocab_size)
         drafter = BlockDraft(network, draft_pool, vocab_size)
-    _check_algorithm(speculative, models)
+    _check_algorithm(speculative, models, looks_up)
     num_drafts = _num_drafts(speculative, drafter, notes)
     samples = speculative.draft_sampling != "greedy"
     try:
@@ -333,7 +345,7 @@ def build_engine(
             speculative,
             num_drafts=num_drafts,
             has_head=drafter.has_confidence_head,
-            drafts_sampled=samples,
+            drafts_sampled=samples and not looks_up,
             cost=_cost_model(speculative, engine, models, notes),
             calibration=_calibration(speculative, models),
         )
@@ -455,12 +467,15 @@ def _pools(
     return pool(models.target.spec), None if network is None else pool(network.spec)
 
 
-def _check_algorithm(speculative: SpeculativeConfig, models: Models) -> None:
-    asked = speculative.speculative_algorithm
-    if asked != "auto" and models.network is not None and models.network.spec.algorithm != asked:
+def _check_algorithm(speculative: SpeculativeConfig, models: Models, looks_up: bool) -> None:
+    asked, name, found = speculative.speculative_algorithm, models.drafter_name, None
+    if looks_up:
+        name = found = NGRAM
+    elif models.network is not None:
+        found = models.network.spec.algorithm
+    if found is not None and asked not in ("auto", found):
         raise ConfigError(
-            f"speculative_algorithm is {asked!r}, but {models.drafter_name} is a {models.network.spec.algorithm} "
-            f"drafter; use auto, or name another drafter"
+            f"speculative_algorithm is {asked!r}, but {name} is a {found} drafter; use auto, or name another drafter"
         )
 
 
@@ -494,7 +509,8 @@ def _cost_model(speculative: SpeculativeConfig, engine: Engine, models: Models, 
     if speculative.cost_model != "auto":
         notes.append(("cost_model", speculative.cost_model, "as asked"))
         return CostProfile.load(Path(speculative.cost_model)).model()
-    key = profile_key(models.target_name, str(models.drafter_name), models.device, models.dtype)
+    drafter = NGRAM if speculative.draft_model == NGRAM else str(models.drafter_name)
+    key = profile_key(models.target_name, drafter, models.device, models.dtype)
     profile = stored_profile(key, engine)
     reason = "stored for this machine and pair"
     if profile is None:
@@ -511,5 +527,7 @@ def _cost_model(speculative: SpeculativeConfig, engine: Engine, models: Models, 
 def _calibration(speculative: SpeculativeConfig, models: Models) -> Path | None:
     if speculative.calibration is not None:
         return Path(speculative.calibration)
+    if speculative.draft_model == NGRAM:
+        return None  # it has no folder, and that of a network beside it is not for it
     path = models.drafter_path and models.drafter_path / "calibration.json"
     return path if path and path.is_file() else None

@@ -116,6 +116,9 @@ class TableDrafter:
     def absorb(self, features: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
         pass
 
+    def settle(self, draft: Draft, widths: Tensor, num_accepted: Tensor, teaches: Tensor) -> None:
+        pass
+
 
 def varied_confidence(context: Tensor, num_drafts: int) -> Tensor:
     """Anything between .05 and .95, changing with position and draft, so that every width occurs."""

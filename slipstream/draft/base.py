@@ -1,7 +1,8 @@
 """What a drafter is to the engine: it proposes blocks and absorbs the target's features. Stage `draft`.
 
-Knows nothing of verification. `BlockDraft` (draft/block.py) serves DFlash and DSpark; tests script their own.
-Letters in shapes: D decoding sequences, d drafts, V target vocabulary, R rows of the target's batch.
+Knows nothing of verification. `BlockDraft` (draft/block.py) serves DFlash and DSpark, `NGramDraft` (draft/ngram.py)
+looks drafts up; tests script their own. Letters in shapes: N slots, L positions, D decoding sequences, d drafts,
+V target vocabulary, R rows of the target's batch.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ class DraftView:
     context: Tensor  # [D] int64 context length s = position of the anchor
     anchor_ids: Tensor  # [D] int64
     page_table: Tensor  # [D, P] int64
+    sampled: Tensor  # [D] bool: temperature above 0
+    history: Tensor  # [N, L + 1] int32, slot state's own, not a copy: row slots[i] up to column context[i] is known
     max_context: int  # upper bound of context
     step: int
 
@@ -36,12 +39,16 @@ class Sampler(Protocol):
         ids [D] and, if the rule needs it, the dense distribution [D, V] that they were drawn from.
         """
 
+    def certain(self, token_ids: Tensor) -> Tensor | None:
+        """For drafts [D, d] that were not drawn: their distribution, one-hot [D, d, V], if the rule needs it."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
     token_ids: Tensor  # [D, d] int64, target ids
     signal: Tensor  # [D, d] fp32: raw confidence, a probability
     prob: Tensor | None  # [D, d, V]: what each draft was drawn from, if the acceptance rule wants it
+    evidence: Tensor | None = None  # the drafter's own: what its `settle` needs to know of this block again
 
 
 class Drafter(Protocol):
@@ -55,3 +62,9 @@ class Drafter(Protocol):
 
     def absorb(self, features: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
         """Features [R, K * H] at positions [R] become draft context at kv_slots [R] (scratch for rejected rows)."""
+
+    def settle(self, draft: Draft, widths: Tensor, num_accepted: Tensor, teaches: Tensor) -> None:
+        """What became of `draft`: widths [D] drafts were verified, num_accepted [D] of them stand. In stage `apply`.
+
+        teaches [D] bool: False where nothing may be learned from a sequence, such as one with constrained outputs.
+        """

@@ -51,6 +51,9 @@ class BlockDraft:
         for layer, (keys, values) in enumerate(self.network.context_kv(features, positions)):
             self.pool.write(layer, kv_slots, keys, values)
 
+    def settle(self, draft: Draft, widths: Tensor, num_accepted: Tensor, teaches: Tensor) -> None:
+        pass  # the network learns nothing in service
+
     def _block_hidden(self, view: DraftView, num_drafts: int) -> Tensor:
         """[D, n, H] of the block [anchor, mask, ...]."""
         num_rows = self.network.spec.rows(num_drafts)

@@ -67,8 +67,10 @@ class StepRule(Protocol):
 
     def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, Tensor | None]: ...
 
+    def certain(self, token_ids: Tensor) -> Tensor | None: ...
+
     def judge(self, batch: Batch, logits: Tensor, drafts: Tensor, draft_prob: Tensor | None) -> Verdict:
-        """logits [O, V] of the output rows, drafts [D, d], draft_prob [D, d, V] if `draw` made it."""
+        """logits [O, V] of the output rows, drafts [D, d], draft_prob [D, d, V] if `draw` or `certain` made it."""
 
 
 class Rule(Protocol):
@@ -116,6 +118,9 @@ class CoupledStep:
             columns = coupled_targets(logits / self.temperature[:, None], temperature, noise)
         return (columns if token_ids is None else token_ids[columns]), None
 
+    def certain(self, token_ids: Tensor) -> None:
+        return None
+
     def judge(self, batch: Batch, logits: Tensor, drafts: Tensor, draft_prob: Tensor | None) -> Verdict:
         rows, places, logits = batch.output_sequence, self.view.draft_length + 1, logits.float()
         noise = self.noise
@@ -157,6 +162,10 @@ class RejectionStep:
             logits, self.view.temperature[:count], self.view.seed[:count], self._anchor[:count], offset, self.source,
             sample=self.sample_drafts, token_ids=token_ids, vocab_size=self.vocab_size,
         )  # fmt: skip
+
+    def certain(self, token_ids: Tensor) -> Tensor:
+        prob = torch.zeros(*token_ids.shape, self.vocab_size, device=token_ids.device)
+        return prob.scatter_(-1, token_ids[..., None], 1)
 
     def judge(self, batch: Batch, logits: Tensor, drafts: Tensor, draft_prob: Tensor | None) -> Verdict:
         rows, num_sequences, logits = batch.output_sequence, len(batch.widths), logits.float()

@@ -112,6 +112,9 @@ class ScriptedDrafter:
     def absorb(self, features: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
         raise AssertionError("a drafter without taps absorbs nothing")
 
+    def settle(self, draft: Draft, widths: Tensor, num_accepted: Tensor, teaches: Tensor) -> None:
+        pass
+
 
 def price() -> CostModel:
     """A draft that is sure to be accepted pays, one that is sure to be rejected does not; never corrected."""
