@@ -203,7 +203,7 @@ class Engine:
                 self.drafter.absorb(features, batch.positions, kv_slots)
             if self.drafter is not None and draft is not None:
                 count = plan.num_decode
-                teaches = ~verdict.invalid[:count]
+                teaches = on_device.teaches[:count] & ~verdict.invalid[:count]
                 self.drafter.settle(draft, widths[:count], verdict.num_accepted[:count], teaches)
         end = self._stopwatch.mark()  # before the export: whoever waited for that has waited for this mark too
         with self._span(step, "export", "device"):

@@ -51,6 +51,7 @@ class PlanOnDevice:
     slots: Tensor  # [B] int64
     num_given: Tensor  # [B] int64
     emits: Tensor  # [B] bool
+    teaches: Tensor  # [B] bool
 
 
 def load(state: SlotState, plan: StepPlan, uploader: Uploader, pools: tuple[KVPool, ...]) -> PlanOnDevice:
@@ -59,6 +60,7 @@ def load(state: SlotState, plan: StepPlan, uploader: Uploader, pools: tuple[KVPo
         "slots": plan.slots_np.astype(np.int64),
         "num_given": plan.num_given_np.astype(np.int64),
         "emits": plan.emits_np,
+        "teaches": plan.teaches_np,
         "page_writes": plan.page_writes_np.astype(np.int64).reshape(-1, 3),
     }
     # One copy for all: with one per admission, the uploader would run out of free buffers and wait for the device.
@@ -71,7 +73,7 @@ def load(state: SlotState, plan: StepPlan, uploader: Uploader, pools: tuple[KVPo
         state.page_table.index_put_((slot, index), page)
         for pool in pools:
             pool.clear(page)
-    return PlanOnDevice(moved["slots"], moved["num_given"], moved["emits"])
+    return PlanOnDevice(moved["slots"], moved["num_given"], moved["emits"], moved["teaches"])
 
 
 def _admit(state: SlotState, admission: Admission, token_ids: Tensor) -> None:
