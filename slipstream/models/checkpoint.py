@@ -2,19 +2,29 @@
 
 Dialects: this project's and DeepSpec's flat files (`Qwen3DSparkModel`), z-lab's `DFlashDraftModel` with a
 `dflash_config`, SpecForge's `DSparkDraftModel`, and speculators files. All describe one network. A key that would
-change the arithmetic and is not understood is refused by name. Nothing here imports torch or reads a weight; `layout`
-decides which row predicts which token. Called by `drafters` (load and save), by `inspect`, and by the trainer, which
-builds a DrafterSpec itself.
+change the arithmetic and is not understood is refused by name; a value that stands in two places must agree. Nothing
+here imports torch or reads a weight; `layout` decides which row predicts which token, `dialect_configs` writes. Called
+by `drafters`, `inspect` and `export`, and by the trainer, which builds a DrafterSpec itself.
 """
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.errors import CheckpointError
-from slipstream.models.dialects import need, refuse_other_networks, section
+from slipstream.models.dialects import (
+    CAUSAL_KEYS,
+    MASK_ID_KEYS,
+    MASK_TEXT_KEY,
+    dialect_of,
+    need,
+    refuse_foreign_files,
+    refuse_foreign_tensor,
+    refuse_other_networks,
+    section,
+)
 from slipstream.models.headers import TensorHeader, read_headers, read_json
 from slipstream.models.layout import Layout, decide_layout
 from slipstream.models.spec import FULL, MAX_COUNT, MAX_LAYERS, SLIDING, DecoderSpec, RopeSpec
@@ -55,6 +65,7 @@ class DrafterSpec:
     confidence_bias: bool = True
     own_embedding: bool = False  # the file holds its own table; otherwise the target's is used
     own_head: bool = False  # the file holds its own output head; otherwise the target's is used
+    dialect: str = field(default="slipstream", compare=False)  # whose way of writing the file has; says nothing else
 
     def __post_init__(self) -> None:
         _check_spec(self)
@@ -169,9 +180,21 @@ def read_checkpoint(folder: Path, layout: str | None = None) -> tuple[DrafterSpe
         raise CheckpointError(f"drafter folder {folder} does not exist")
     config = read_json(folder / "config.json")
     refuse_other_networks(config)
+    refuse_foreign_files(folder)
     headers = read_headers(folder)
     spec = with_tensors(spec_from_config(config, layout), headers)
+    _check_tied(config, spec)
     return spec, check_tensors(spec, headers)
+
+
+def _check_tied(config: Mapping[str, Any], spec: DrafterSpec) -> None:
+    """A tied file that stores its table alone is read in two ways: transformers takes it as head, vLLM the target's."""
+    tied = {**config, **section(config, "transformer_layer_config")}.get("tie_word_embeddings")
+    need(
+        not tied or not spec.own_embedding or spec.own_head,
+        "tie_word_embeddings is true and the file holds embed_tokens.weight but no lm_head.weight: store lm_head.weight, "
+        "or set tie_word_embeddings to false if the head is the target's",
+    )
 
 
 def read_spec(folder: Path, layout: str | None = None) -> DrafterSpec:
@@ -184,7 +207,7 @@ def spec_from_config(config: Mapping[str, Any], layout: str | None = None) -> Dr
     refuse_other_networks(config)
     kind = config.get("speculators_model_type")  # None in every other dialect
     get = _Fields({**config, **_merged_nested(config)})
-    body = _Fields({**_QWEN3_DEFAULTS, **section(config, "transformer_layer_config")}) if kind else get
+    body = _speculators_body(config) if kind else get
     block_size = get.count("block_size", minimum=2, default=8 if kind else None)
     decision = decide_layout(config, block_size, layout)
     num_layers = body.count("num_hidden_layers", minimum=1)
@@ -207,7 +230,7 @@ def spec_from_config(config: Mapping[str, Any], layout: str | None = None) -> Dr
         num_kv_heads=body.count("num_key_value_heads", minimum=1, default=num_heads),
         head_dim=body.count("head_dim", minimum=2, default=hidden_size // num_heads),
         rms_norm_eps=body.number("rms_norm_eps", default=1e-6),
-        rope=_rope(body),
+        rope=_rope(body, set(layer_types)),
         max_position_embeddings=body.count("max_position_embeddings", minimum=1, default=32768),
         attention_bias=body.flag("attention_bias", default=False),
         layer_types=layer_types,
@@ -217,11 +240,12 @@ def spec_from_config(config: Mapping[str, Any], layout: str | None = None) -> Dr
         target_hidden_size=get.optional_count("target_hidden_size") or hidden_size,
         vocab_size=vocab_size,
         draft_vocab_size=None if draft_vocab_size == vocab_size else draft_vocab_size,
-        mask_token_id=get.count("mask_token_id", minimum=0),
+        mask_token_id=_mask_token_id(get),
         markov_rank=markov_rank,
         markov_head_type=str(get.value("markov_head_type", "vanilla")),
         confidence_head=confidence,
         confidence_with_markov=confidence and get.flag("confidence_head_with_markov", default=kind == "dspark"),
+        dialect=dialect_of(config),
     )
 
 
@@ -266,14 +290,48 @@ def _merged_nested(config: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def _rope(body: _Fields) -> RopeSpec:
+def _speculators_body(config: Mapping[str, Any]) -> _Fields:
+    """transformer_layer_config over the defaults of its class; what stands at the top level as well must agree."""
+    body = {**_QWEN3_DEFAULTS, **section(config, "transformer_layer_config")}
+    for key in sorted(body.keys() & config.keys() & (_QWEN3_DEFAULTS.keys() | {"layer_types", "sliding_window"})):
+        need(
+            config[key] in (None, body[key]),
+            f"{key} is {config[key]!r} at the top level and {body[key]!r} in transformer_layer_config or its defaults",
+        )
+    algorithm, kind = section(config, "speculators_config").get("algorithm"), config["speculators_model_type"]
+    need(
+        algorithm in (None, kind),
+        f"speculators_model_type is {kind!r}, speculators_config.algorithm {algorithm!r}; correct one of them",
+    )
+    return _Fields(body)
+
+
+def _mask_token_id(get: _Fields) -> int:
+    """The id under any of its names; a text would need the target's tokenizer, so it is not enough."""
+    given = {key: get.value(key) for key in MASK_ID_KEYS if get.value(key) is not None}
+    texts = [value for value in (*given.values(), get.value(MASK_TEXT_KEY)) if isinstance(value, str)]
+    need(
+        not texts or any(type(value) is int for value in given.values()),
+        f"the mask token is given as the text {texts and texts[0]!r}; set mask_token_id to the id that the target's "
+        "tokenizer gives to it",
+    )
+    named = ", ".join(f"{key} {value!r}" for key, value in given.items())
+    need(
+        all(value == next(iter(given.values())) for value in given.values()), f"the mask ids differ: {named}; keep one"
+    )
+    return get.count(next(iter(given), "mask_token_id"), minimum=0)
+
+
+def _rope(body: _Fields, layer_types: set[str]) -> RopeSpec:
     """RopeSpec reads the keys; that their values are of a sensible kind is checked here."""
     for key in ("rope_theta", "partial_rotary_factor"):
         need(body.number(key, default=1.0) > 0, f"{key} is {body.value(key)!r}; it must be above 0")
+    values = {**body.values, "max_position_embeddings": body.value("max_position_embeddings", 32768)}
+    by_type = body.value("rope_parameters")
+    if isinstance(by_type, dict) and by_type.keys() <= {FULL, SLIDING} and len(layer_types & by_type.keys()) == 1:
+        values["rope_parameters"] = by_type[next(iter(layer_types))]  # only one kind of layer is there
     try:
-        return RopeSpec.from_hf(
-            {**body.values, "max_position_embeddings": body.value("max_position_embeddings", 32768)}
-        )
+        return RopeSpec.from_hf(values)
     except (TypeError, ValueError) as error:
         given = body.value("rope_scaling") or body.value("rope_parameters")
         raise CheckpointError(f"RoPE parameters {given!r} are malformed: {error}") from error
@@ -287,13 +345,15 @@ def _windows(config: Mapping[str, Any], body: _Fields, num_layers: int) -> tuple
     types = tuple(given)
     unknown = sorted(set(types) - {FULL, SLIDING})
     need(not unknown, f"layer_types {unknown} are not supported (known: {FULL}, {SLIDING})")
-    nested, is_causal = section(config, "dflash_config"), config.get("is_causal")
+    nested = section(config, "dflash_config")
+    for place, values in (("", config), ("dflash_config.", nested)):
+        for key in CAUSAL_KEYS:  # such a key speaks of all layers at once
+            need(FULL not in types or not values.get(key), f"{place}{key}=true with full layers is not supported")
+            off = SLIDING in types and values.get(key) is False
+            need(not off, f"{place}{key}=false with sliding layers is not supported")
     if SLIDING not in types:
         need(not nested.get("use_swa"), "dflash_config.use_swa without sliding layers is not supported")
-        need(not is_causal, "is_causal=true with full layers (a causal block) is not supported")
         return types, None
-    need(nested.get("causal") is not False, "dflash_config.causal=false with sliding layers is not supported")
-    need(is_causal is not False, "is_causal=false with sliding layers is not supported")
     need(not config.get("sliding_window_non_causal"), "sliding_window_non_causal=true is not supported")
     window = nested.get("swa_window_size") or body.value("sliding_window")
     ok = type(window) is int and window > 0
@@ -309,16 +369,18 @@ def _layer_types_by_rule(body: _Fields, num_layers: int) -> list[str]:
 
 
 def _target_layer_ids(config: Mapping[str, Any], get: _Fields, num_layers: int) -> tuple[int, ...]:
-    ids, shift = get.value("target_layer_ids"), 0
+    ids, twice, shift = get.value("target_layer_ids"), None, 0
     if config.get("speculators_model_type"):
         # Speculators counts entries of hidden_states, where 0 is the embedding output: one more than layers from 0.
-        ids, shift = get.value("aux_hidden_state_layer_ids"), 1
+        twice, ids, shift = ids, get.value("aux_hidden_state_layer_ids"), 1
         need(ids is not None, "config.json lacks aux_hidden_state_layer_ids; add it")
     if ids is None:
         return default_target_layer_ids(get.count("num_target_layers", minimum=1), num_layers)
     ok = isinstance(ids, list) and all(type(one) is int for one in ids)
     need(ok, f"target_layer_ids is {ids!r}; it must be a list of layer numbers")
-    return tuple(one - shift for one in ids)
+    layers = [one - shift for one in ids]
+    need(twice in (None, layers), f"target_layer_ids is {twice!r}, aux_hidden_state_layer_ids less one is {layers}")
+    return tuple(layers)
 
 
 def default_target_layer_ids(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
@@ -338,11 +400,7 @@ _PREFIXES = {
     "encoder.fc.": "fc.",
     "encoder.output_norm_enc.": "hidden_norm.",
 }
-_TRAINING_ONLY = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")  # left over in speculators files
-_FOREIGN_NAMES = (
-    "aux_hidden_norms", "g_proj", "attention_sink_bias", "layer_scalar", "mtp.", "conv", "selector", "weight_scale",
-    "weight_packed",
-)  # fmt: skip
+_TRAINING_ONLY, _VERIFIER = "t2d", "verifier_"  # left over in speculators files: masks, copies of the target's tensors
 
 
 def canonical_name(name: str) -> str:
@@ -358,10 +416,9 @@ def canonical_names(headers: Mapping[str, TensorHeader]) -> dict[str, TensorHead
     names: dict[str, TensorHeader] = {}
     for name, header in headers.items():
         canonical = canonical_name(name)
-        if canonical in _TRAINING_ONLY:
+        if canonical == _TRAINING_ONLY or canonical.startswith(_VERIFIER):
             continue
-        foreign = any(part in canonical for part in _FOREIGN_NAMES)
-        need(not foreign, f"tensor {name} belongs to another network or to quantised weights; neither is supported")
+        refuse_foreign_tensor(name)
         other = names.get(canonical)
         need(other is None, f"tensors {other and other.name} and {name} are the same weight; remove one")
         names[canonical] = header
@@ -460,66 +517,3 @@ def _shape_message(spec: DrafterSpec, header: TensorHeader, name: str, shape: tu
             f"{spec.target_hidden_size}; correct target_layer_ids or the hidden size"
         )
     return message
-
-
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-
-def config_from_spec(spec: DrafterSpec) -> dict[str, Any]:
-    """A config.json that reads back as this spec: z-lab's form for fill-in DFlash, DeepSpec's flat form for the rest.
-
-    The layout is written twice, as a flag and as the number of drafts, so that a slip in one of them is noticed.
-    """
-    z_lab = spec.algorithm == "dflash" and spec.layout == "fill_in"
-    taps = {"mask_token_id": spec.mask_token_id, "target_layer_ids": list(spec.target_layer_ids)}
-    config: dict[str, Any] = {
-        "architectures": ["DFlashDraftModel" if z_lab else "Qwen3DSparkModel"],
-        "model_type": "qwen3",
-        "block_size": spec.block_size,
-        "sample_from_anchor": spec.layout == "anchor_first",
-        "speculative_tokens": spec.max_draft_tokens,
-        **({"dflash_config": taps} if z_lab else taps),
-        "num_target_layers": spec.num_target_layers,
-        "target_hidden_size": spec.target_hidden_size,
-        "num_hidden_layers": spec.num_layers,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": spec.rms_norm_eps,
-        **_rope_to_hf(spec.rope),
-        "max_position_embeddings": spec.max_position_embeddings,
-        "attention_bias": spec.attention_bias,
-        "layer_types": list(spec.layer_types),
-        "sliding_window": spec.sliding_window,
-        "use_sliding_window": SLIDING in spec.layer_types,
-        "vocab_size": spec.vocab_size,
-        "draft_vocab_size": spec.num_draft_logits,
-        "tie_word_embeddings": False,
-    }
-    if not z_lab:
-        config |= {"markov_rank": spec.markov_rank, "enable_confidence_head": spec.confidence_head}
-    if spec.markov_rank:
-        config["markov_head_type"] = spec.markov_head_type
-    if spec.confidence_head:
-        config["confidence_head_with_markov"] = spec.confidence_with_markov
-    return config
-
-
-def _rope_to_hf(rope: RopeSpec) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` that `RopeSpec.from_hf` reads back as this spec."""
-    fields = {
-        "none": (),
-        "linear": ("factor",),
-        "dynamic": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-        "yarn": ("factor", "beta_fast", "beta_slow", "truncate", "attention_factor"),
-    }.get(rope.scaling)
-    if fields is None:
-        raise CheckpointError(f"RoPE scaling {rope.scaling!r} cannot be written to config.json; use another")
-    scaling = {"rope_type": rope.scaling, **{name: getattr(rope, name) for name in fields}}
-    if rope.original_max_position:
-        scaling["original_max_position_embeddings"] = rope.original_max_position
-    return {"rope_theta": rope.theta, "rope_scaling": scaling if fields else None}

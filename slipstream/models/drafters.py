@@ -14,27 +14,25 @@ away), and the confidence head is fp32 arithmetic throughout.
 """
 
 import dataclasses
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from slipstream.errors import CheckpointError
 from slipstream.models.block_attend import BlockAttend, ContextKV
-from slipstream.models.checkpoint import DrafterSpec, check_fit, config_from_spec, expected_tensors, read_checkpoint
+from slipstream.models.checkpoint import DrafterSpec, check_fit, expected_tensors, read_checkpoint
 from slipstream.models.decoder import Decoder
-from slipstream.models.headers import INDEX, TensorHeader
+from slipstream.models.dialect_configs import config_from_spec
+from slipstream.models.headers import TensorHeader
 from slipstream.models.layers import PackedLinear, RMSNorm, Rotary
 from slipstream.models.weights import destinations
+from slipstream.models.write import write_folder
 from slipstream.ops.linear import linear
 from slipstream.ops.rope import apply_rope
 
@@ -328,8 +326,8 @@ def load_drafter(
     spec, headers = read_checkpoint(Path(folder), layout)
     check_fit(spec, target.spec)
     with ExitStack() as stack, torch.no_grad():
-        read = _reader(stack, headers)
-        ids = None if spec.draft_vocab_size is None else _draft_token_ids(read("d2t"), spec.vocab_size)
+        read = tensor_reader(stack, headers)
+        ids = None if spec.draft_vocab_size is None else draft_token_ids(read("d2t"), spec.vocab_size)
         drafter = BlockDrafter(_without_copies(spec, read, ids, target), dtype, device)
         for name, place in destinations(drafter).items():
             place.copy_(read(name))
@@ -339,7 +337,7 @@ def load_drafter(
     return drafter.requires_grad_(False).eval()
 
 
-def _reader(stack: ExitStack, headers: Mapping[str, TensorHeader]) -> Callable[[str], Tensor]:
+def tensor_reader(stack: ExitStack, headers: Mapping[str, TensorHeader]) -> Callable[[str], Tensor]:
     """A function from canonical name to tensor; every file is opened once, memory-mapped."""
     files = {}
     for path in {header.file for header in headers.values()}:
@@ -356,7 +354,7 @@ def _reader(stack: ExitStack, headers: Mapping[str, TensorHeader]) -> Callable[[
     return read
 
 
-def _draft_token_ids(d2t: Tensor, vocab_size: int) -> Tensor:
+def draft_token_ids(d2t: Tensor, vocab_size: int) -> Tensor:
     """Target ids [Vd] of the draft ids from their offsets."""
     ids = torch.arange(len(d2t)) + d2t.to(torch.int64)
     low, high = int(ids.min()), int(ids.max())
@@ -377,13 +375,17 @@ def _without_copies(
     head = target.head_weight if ids is None else target.head_weight[ids.to(target.head_weight.device)]
     return dataclasses.replace(
         spec,
-        own_embedding=spec.own_embedding and not _equal(read("embed_tokens.weight"), target.embed_tokens.weight),
-        own_head=spec.own_head and not _equal(read("lm_head.weight"), head),
+        own_embedding=spec.own_embedding and not same_table(read("embed_tokens.weight"), target.embed_tokens.weight),
+        own_head=spec.own_head and not same_table(read("lm_head.weight"), head),
     )
 
 
-def _equal(stored: Tensor, table: Tensor) -> bool:
-    return stored.shape == table.shape and torch.equal(stored.to(table.dtype), table.cpu())
+def same_table(stored: Tensor, table: Tensor) -> bool:
+    """Whether a stored table is a copy of the target's, be it in fewer bits or in more than the target is held in."""
+    table = table.cpu()
+    if stored.shape != table.shape:
+        return False
+    return torch.equal(stored.to(table.dtype), table) or torch.equal(stored, table.to(stored.dtype))
 
 
 def save_drafter(
@@ -395,55 +397,13 @@ def save_drafter(
 ) -> None:
     """Write config.json and the weights; what is shared with the target is not written.
 
-    Each file appears whole or not at all (written beside, then renamed), config.json last. `extra_config` goes under
-    the key "slipstream" and is not read back. With `max_shard_bytes` the weights are split into files of at most that
-    many bytes, a single larger tensor excepted.
+    Each file appears whole or not at all, config.json last. `extra_config` goes under the key "slipstream", which also
+    marks the file as ours; its contents are not read back. `max_shard_bytes` splits the weights, see `write_folder`.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     weights = {name: weight.to("cpu", dtype).contiguous() for name, weight in destinations(drafter).items()}
     if drafter.spec.draft_vocab_size is not None:
         weights["d2t"] = drafter.d2t.cpu()
-    shards = _shards({name: weights[name] for name in expected_tensors(drafter.spec)}, max_shard_bytes)
-    names = ["model.safetensors"]
-    if len(shards) > 1:
-        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for name, shard in zip(names, shards, strict=True):
-        _replace(folder / name, partial(save_file, shard, metadata={"format": "pt"}))
-    if len(shards) > 1:
-        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        total = sum(weight.nbytes for weight in weights.values())
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    for stale in {path.name for path in folder.glob("model*.safetensors*")} - {
-        *names,
-        *([INDEX] if len(shards) > 1 else []),
-    }:
-        (folder / stale).unlink()
-    config = config_from_spec(drafter.spec) | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    _write_json(folder / "config.json", config | ({"slipstream": dict(extra_config)} if extra_config else {}))
-
-
-def _shards(weights: Mapping[str, Tensor], max_bytes: int | None) -> list[dict[str, Tensor]]:
-    """The weights in order, cut wherever the next one would exceed the limit."""
-    shards: list[dict[str, Tensor]] = [{}]
-    used = 0
-    for name, weight in weights.items():
-        if max_bytes is not None and shards[-1] and used + weight.nbytes > max_bytes:
-            shards.append({})
-            used = 0
-        shards[-1][name] = weight
-        used += weight.nbytes
-    return shards
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    _replace(path, lambda temporary: temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8"))
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    config = config_from_spec(drafter.spec)
+    config |= {"torch_dtype": str(dtype).removeprefix("torch."), "slipstream": dict(extra_config or {})}
+    ordered = {name: weights[name] for name in expected_tensors(drafter.spec)}
+    write_folder(Path(folder), ordered, config, max_shard_bytes)

@@ -65,9 +65,12 @@ def _by_flags(config: Mapping[str, Any]) -> list[LayoutDecision]:
 
 def _by_count(config: Mapping[str, Any], block_size: int) -> LayoutDecision | None:
     """The number of drafts that the file proposes: B - 1 leaves row 0 out, B uses it."""
-    count = config.get("speculative_tokens")
-    if count is None:
-        count = _proposed(config.get("speculators_config"))
+    count, proposed = config.get("speculative_tokens"), _proposed(config.get("speculators_config"))
+    if None not in (count, proposed) and count != proposed:
+        raise CheckpointError(
+            f"speculative_tokens is {count!r} at the top level and {proposed!r} in speculators_config; keep the right one"
+        )
+    count = proposed if count is None else count
     if count is None:
         return None
     if type(count) is not int or count not in (block_size - 1, block_size):

@@ -18,12 +18,12 @@ from slipstream.models.checkpoint import (
     canonical_name,
     check_fit,
     check_tensors,
-    config_from_spec,
     default_target_layer_ids,
     expected_tensors,
     spec_from_config,
     with_tensors,
 )
+from slipstream.models.dialect_configs import config_from_spec
 from slipstream.models.headers import TensorHeader, read_headers
 from slipstream.models.inspect import describe
 from slipstream.models.layout import decide_layout

@@ -392,7 +392,7 @@ def test_a_write_that_fails_leaves_the_old_file(
         path.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("slipstream.models.drafters.save_file", fail)
+    monkeypatch.setattr("slipstream.models.write.save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         save_drafter(drafter, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
