@@ -43,6 +43,7 @@ def describe_drafter(spec: DrafterSpec) -> dict[str, Any]:
     """The part of a drafter's report that its spec tells."""
     return {
         "kind": "drafter",
+        "dialect": spec.dialect,
         "algorithm": spec.algorithm,
         "layout": spec.layout,
         "layout_reason": spec.layout_reason,
