@@ -177,13 +177,23 @@ def collect_trace(
     if speculative.mode != "static":
         raise ConfigError(f"a trace is taken at full width (mode static), not in mode {speculative.mode}")
     recorder = TraceRecorder()
-    llm = LLM(models, speculative=speculative, drafter=drafter, policy=recorder, max_num_seqs=concurrency, **engine)
+    sizes = {"max_num_seqs": concurrency, "max_model_len": _positions(models, conversations, params), **engine}
+    llm = LLM(models, speculative=speculative, drafter=drafter, policy=recorder, **sizes)
     serving = llm.engine.drafter
     assert serving is not None
     asked = SpeculativeConfig.for_mode("adaptive", draft_model="any", confidence_signal=signal)
     recorder.signal, _ = resolve_signal(asked, has_head=serving.has_confidence_head, drafts_sampled=True)
     completions = llm.chat(conversations, params)
     return recorder.trace(completions, llm.engine.scheduler.limits.max_drafts)
+
+
+def _positions(
+    models: Models, conversations: Sequence[Sequence[Message]], params: SamplingParams | Sequence[SamplingParams]
+) -> int:
+    """Room for the longest request and a block beyond it; a whole context would be reserved otherwise."""
+    answer = max(each.max_tokens for each in ([params] if isinstance(params, SamplingParams) else params))
+    prompt = max(len(models.tokenizer.encode(models.tokenizer.chat(messages))) for messages in conversations)
+    return min(prompt + answer + 32, models.target.spec.max_position_embeddings)
 
 
 # ---------------------------------------------------------------------------------------------------------------- replay
