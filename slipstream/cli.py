@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.commands.answer import chat, generate
+from slipstream.commands.evaluate import evaluate
 from slipstream.commands.export import export
 from slipstream.commands.inspect import inspect
 from slipstream.commands.measure import bench, profile
@@ -37,6 +38,7 @@ COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (chat, "chat --draft smollm2-135m-dspark --verify lag --temperature 0.7"),
     (bench, "bench --modes off,static,lag --concurrency 1,8 --waves 5 --json"),
     (profile, "profile --draft smollm2-135m-dspark --budget 30"),
+    (evaluate, "evaluate --draft smollm2-135m-dspark --limit 4 --temperature 0"),
     (inspect, "inspect smollm2-135m-dspark --json"),
     (export, "export smollm2-135m-dspark out --dialect speculators --model smollm2-135m"),
     (train, "train --out runs/dspark --steps 2000 --prompts questions.jsonl"),

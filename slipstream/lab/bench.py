@@ -68,7 +68,7 @@ def start(
     """An engine for one case, warmed up: its first steps, and the cost model if it makes one, are not timed."""
     say(f"starting {label(case)}")
     engine = {
-        "max_model_len": _positions(models, conversations, options.sampling.max_tokens),
+        "max_model_len": positions_needed(models, conversations, options.sampling.max_tokens),
         **{k: v for k, v in options.engine.items() if k not in ("dtype", "device")},
         "max_num_seqs": case.concurrency,
     }
@@ -156,7 +156,7 @@ def _engine(options: BenchOptions, name: str) -> str:
     return str(options.engine.get(name, "auto"))
 
 
-def _positions(models: Models, conversations: Sequence[Messages], max_tokens: int) -> int:
+def positions_needed(models: Models, conversations: Sequence[Messages], max_tokens: int) -> int:
     """Room for the longest request and a block beyond it, so that small benches do not reserve a whole context."""
     longest = max(len(models.tokenizer.encode(models.tokenizer.chat(messages))) for messages in conversations)
     return min(longest + max_tokens + 32, models.target.spec.max_position_embeddings)

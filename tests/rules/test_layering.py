@@ -69,6 +69,7 @@ TORCH_FREE = (
     "slipstream.lab.cases",
     "slipstream.lab.paint",
     "slipstream.lab.report",
+    "slipstream.lab.scores",
     "slipstream.lab.critical_path",
     "slipstream.train.options",
     "slipstream.commands",
