@@ -65,7 +65,9 @@ class EvaluateOptions:
             raise ConfigError("temperature names no value; give at least one")
         for temperature in self.temperatures:
             replace(self.sampling, temperature=temperature)  # refuses what is no temperature
-        self.config_of(self.draft)  # refuses what does not go together
+        # These two refuse what does not go together: options of drafting, and of a signal to go by.
+        self.config_of(self.draft)
+        SpeculativeConfig.for_mode("adaptive", draft_model=self.draft, **self.speculative)
 
     @property
     def sets(self) -> tuple[Path | None, ...]:
