@@ -78,6 +78,9 @@ class SpeculativeConfig:
     draft_sampling: Literal["auto", "greedy", "sample"] = "auto"  # auto: sample, which accepts more (docs/LOG.md)
     cost_model: str = "auto"  # auto, none, or a file
     calibration: str | None = None  # file; None: calibration.json in the drafter's folder, if there
+    # Which row of a block predicts which token: auto (what the drafter's folder says, see `slipstream inspect`), fill_in
+    # (row k the token at anchor + k) or anchor_first (at anchor + k + 1). The wrong one drafts at under 1% acceptance.
+    draft_layout: Literal["auto", "fill_in", "anchor_first"] = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speculative_algorithm", str(self.speculative_algorithm).lower())
@@ -86,6 +89,7 @@ class SpeculativeConfig:
         _choice("confidence_signal", self.confidence_signal, get_args(Signal))
         _choice("acceptance", self.acceptance, get_args(Acceptance))
         _choice("draft_sampling", self.draft_sampling, ("auto", "greedy", "sample"))
+        _choice("draft_layout", self.draft_layout, ("auto", "fill_in", "anchor_first"))
         for field in ("enable_adaptive_speculative_decode", "enable_lag_confidence"):
             _check_bool(field, getattr(self, field))
         for field, optional in (("draft_model", True), ("cost_model", False), ("calibration", True)):
@@ -102,6 +106,8 @@ class SpeculativeConfig:
 
     def _refuse_options_without_effect(self) -> None:
         if self.draft_model == NGRAM:
+            if self.draft_layout != "auto":
+                raise ConfigError(f"draft_layout {self.draft_layout!r}: ngram has no blocks; use auto")
             if self.confidence_signal in ("peak", "drawn"):
                 raise ConfigError(
                     f"confidence_signal {self.confidence_signal!r} is a probability, and ngram drafts without any; use "

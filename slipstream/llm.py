@@ -39,7 +39,7 @@ from slipstream.draft.base import Drafter
 from slipstream.draft.block import BlockDraft
 from slipstream.draft.ngram import NGramDraft
 from slipstream.engine import Engine
-from slipstream.errors import CapacityError, CheckpointError, ConfigError, EngineError, RequestError
+from slipstream.errors import CapacityError, CheckpointError, ConfigError, EngineError, RequestError, SlipstreamError
 from slipstream.lab.profile import measure, profile_key, stored_profile
 from slipstream.metrics import SpecCounters, Timing
 from slipstream.models.checkpoint import DrafterSpec
@@ -47,6 +47,7 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.drafters import BlockDrafter, load_drafter
 from slipstream.models.layers import prepack_networks
 from slipstream.models.locate import resolve_drafter, resolve_target
+from slipstream.models.probe import PROMPT, layout_agreement
 from slipstream.models.spec import DecoderSpec
 from slipstream.models.tokenizer import Tokenizer, load_tokenizer
 from slipstream.models.weights import load_decoder
@@ -106,8 +107,13 @@ class Completion:
     error: str | None = None  # why, when finish_reason is "error"
 
 
-def load_models(model: str, draft_model: str | None = None, *, dtype: str = "auto", device: str = "auto") -> Models:
-    """Load a target (folder, .gguf file or built-in name), its tokenizer, and a drafter (folder, built-in name, or ngram)."""
+def load_models(
+    model: str, draft_model: str | None = None, *, dtype: str = "auto", device: str = "auto", layout: str = "auto"
+) -> Models:
+    """Load a target (folder, .gguf file or built-in name), its tokenizer, and a drafter (folder, built-in name, or ngram).
+
+    `layout` other than auto overrides what the drafter says about its rows (`SpeculativeConfig.draft_layout`).
+    """
     notes: list[Note] = []
     on = _device(device, notes)
     kind = _dtype(dtype, on, notes)
@@ -115,12 +121,29 @@ def load_models(model: str, draft_model: str | None = None, *, dtype: str = "aut
     target = load_decoder(path, kind, on)
     tokenizer = load_tokenizer(path)
     folder = None if draft_model is None or draft_model == NGRAM else resolve_drafter(draft_model)
-    network = None if folder is None else load_drafter(folder, target, kind, on)
+    asked = None if layout == "auto" else layout
+    network = None if folder is None else load_drafter(folder, target, kind, on, asked)
     if network is not None:
         notes.append(("layout", network.spec.layout, network.spec.layout_reason))
     if prepack_networks(target, *([network] if network else [])):
         notes.append(("weights", "prepacked", "in the order in which this CPU multiplies bf16 matrices"))
+    if network is not None and network.spec.dialect != "slipstream":  # our own files say twice how they are read
+        notes.append(_probe(target, network, tokenizer))
     return Models(target, tokenizer, network, model, draft_model, folder, tuple(notes))
+
+
+def _probe(target: Decoder, network: BlockDrafter, tokenizer: Tokenizer) -> Note:
+    """Whether the drafter's rows are read rightly; a layout that the target's own tokens contradict is warned of."""
+    try:
+        prompt = tokenizer.chat([{"role": "user", "content": PROMPT}])
+    except SlipstreamError:  # no chat template, or one that wants other messages
+        prompt = PROMPT
+    found = layout_agreement(target, network, tokenizer.encode(prompt))
+    if found is None:
+        return ("layout_probe", "not run", "the target is too slow, or a context too short, to compare with its answer")
+    if found.verdict == "contradicts":
+        log.warning("the drafter's layout is probably wrong: %s; set draft_layout to %s", found, found.other_layout)
+    return ("layout_probe", found.verdict, str(found))
 
 
 class LLM:
@@ -147,7 +170,8 @@ class LLM:
         self.config = from_mapping(EngineConfig, engine_options)
         if isinstance(model, str | os.PathLike):
             draft_model = self.speculative.draft_model if drafter is None else None
-            model = load_models(str(model), draft_model, dtype=self.config.dtype, device=self.config.device)
+            sort, layout = self.config.dtype, self.speculative.draft_layout
+            model = load_models(str(model), draft_model, dtype=sort, device=self.config.device, layout=layout)
         if not isinstance(model, Models):
             raise ConfigError(f"model is {model!r}; give a name, a path or loaded Models")
         self.models = model
@@ -304,6 +328,11 @@ def build_engine(
         raise ConfigError(f"draft_model {speculative.draft_model!r} was not loaded: pass it to load_models")
     network = models.network if speculative.mode != "off" and drafter is None else None
     _check_loaded(models, config)
+    if network is not None and speculative.draft_layout not in ("auto", network.spec.layout):
+        raise ConfigError(
+            f"draft_layout is {speculative.draft_layout!r}, but the drafter was loaded as {network.spec.layout}; "
+            "ask load_models for it"
+        )
     sizes = _sizes(config, models, network, notes)
     target_pool, draft_pool = _pools(models, network, sizes.num_pages, sizes.page_size)
     if draft_pool is not None and network is not None:
