@@ -22,9 +22,8 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Optimiser steps. Default: 2000.")] = None,
     minutes: Annotated[float | None, typer.Option(help="End the schedule after this time at the latest.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Rows of a block, anchor included. Default: 8.")] = None,
-    num_layers: Annotated[int | None, typer.Option(help="Layers of the drafter. Default: 2.")] = None,
-    draft_vocab_size: Annotated[int | None, typer.Option(help="Tokens it can draft; 0 is all. Default: 16384.")] = None,
-    markov_rank: Annotated[int | None, typer.Option(help="Of dspark's Markov head. Default: 32.")] = None,
+    init: Annotated[str | None, typer.Option(help="A drafter to go on from. Default: random weights.")] = None,
+    processes: Annotated[int | None, typer.Option(help="That share every batch, one a GPU. Default: 1.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same run. Default: 0.")] = None,
     device: flags.Device = None,
     resume: Annotated[bool | None, typer.Option("--resume", help="Go on from the checkpoint in OUT.")] = None,
@@ -36,7 +35,7 @@ def train(
 
     given = {name: value for name, value in locals().items() if name in field_names(TrainOptions)}
     options = build(TrainOptions, merge({**given, "target": model}, config, {"target": DEFAULT_MODEL}), "train")
-    from slipstream.train.trainer import train as run
+    from slipstream.train.run import train as run
 
     run(options, screen(as_json))
     if as_json:

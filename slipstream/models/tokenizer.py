@@ -79,6 +79,10 @@ class Tokenizer:
             return [self.bos_token_id, *ids]
         return ids
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of many texts, on all cores."""
+        return [encoding.ids for encoding in self.backend.encode_batch(list(texts), add_special_tokens=False)]
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of token ids; ids that are no token of the vocabulary give no text."""
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special))

@@ -7,6 +7,7 @@ with `pack` too.
 Shapes: n packed rows, B of them in a batch, T tokens per row, A blocks (anchors) per row, Q block rows per row.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ class PackedRows:
     def __len__(self) -> int:
         return self.token_ids.shape[0]
 
-    def take(self, index: Tensor) -> "PackedRows":
+    def take(self, index: Tensor | slice) -> "PackedRows":
         return PackedRows(
             token_ids=self.token_ids[index],
             positions=self.positions[index],
@@ -126,6 +127,10 @@ class Blocks:
     offsets: Tensor  # [Q] int64, the row's place in its block, 0 = the anchor's own row
     block_of_row: Tensor  # [Q] int64
     live: Tensor  # [B, Q] bool; False for the blocks of a row that has fewer anchors than blocks
+
+    def take(self, index: Tensor | slice) -> "Blocks":
+        """The blocks of some of the packed rows."""
+        return dataclasses.replace(self, anchors=self.anchors[index], live=self.live[index])
 
 
 def block_rows(lengths: Sequence[int], device: torch.device | str) -> tuple[Tensor, Tensor]:

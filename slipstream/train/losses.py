@@ -84,9 +84,14 @@ def row_losses(logits: Tensor, teacher: Tensor, labels: Tensor, confidence: Tens
     )
 
 
-def total_loss(rows: RowLosses, weights: Tensor, options: LossOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """The weighted mean of every term and their sum: weights [M] -> scalar, and the terms by name, detached."""
-    norm = weights.sum().clamp(min=1e-6)
+def total_loss(
+    rows: RowLosses, weights: Tensor, options: LossOptions, norm: Tensor | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The weighted mean of every term and their sum: weights [M] -> scalar, and the terms by name, detached.
+
+    norm: the sum of weights to divide by, where these rows are a share of a larger batch (the shares then add up).
+    """
+    norm = (weights.sum() if norm is None else norm).clamp(min=1e-6)
     terms = {"ce": (rows.ce * weights).sum() / norm, "l1": (rows.l1 * weights).sum() / norm}
     loss = options.ce * terms["ce"] + options.l1 * terms["l1"]
     if rows.confidence is not None:
@@ -97,12 +102,11 @@ def total_loss(rows: RowLosses, weights: Tensor, options: LossOptions) -> tuple[
 
 def fused_rows(
     base: Tensor, bias: Tensor | None, table: Tensor, index: Tensor, labels: Tensor, confidence: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """`row_losses` on the parts that the trainer has, as one function to compile: it stores no [M, Vd] in fp32.
+) -> RowLosses:
+    """`row_losses` on the parts that the trainer has; compiled, it stores no [M, Vd] in fp32.
 
     base [M, Vd] and bias [M, Vd] | None in the drafter's dtype, added in fp32; table [tokens, Vd] teacher probabilities
-    and index [M] its rows -> ce, l1, confidence, overlap as in RowLosses.
+    and index [M] its rows.
     """
     logits = base.float() if bias is None else base.float() + bias.float()
-    rows = row_losses(logits, table[index], labels, confidence)
-    return rows.ce, rows.l1, rows.confidence, rows.overlap
+    return row_losses(logits, table[index], labels, confidence)

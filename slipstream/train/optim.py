@@ -6,7 +6,7 @@ taken apart: queries and keys are not one matrix. The state is plain tensors by 
 Called by the trainer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +19,20 @@ ADAM_EPS = 1e-10
 BODY = ("fc.", "layers.")  # whose matrices Muon moves
 
 
-def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
-    """The nearest (semi-)orthogonal matrix, roughly: singular values end between about 0.7 and 1.2. [rows, columns]."""
+def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
+    """The nearest (semi-)orthogonal matrices, roughly: singular values end between about 0.7 and 1.2.
+
+    [..., rows, columns]; wide matrices, rows <= columns, cost least.
+    """
     a, b, c = NEWTON_SCHULZ
-    x = matrix.bfloat16() if matrix.is_cuda else matrix
-    x = x.T if x.shape[0] > x.shape[1] else x
-    x = x / (x.norm() + 1e-7)
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.bfloat16() if matrices.is_cuda else matrices
+    x = x.mT if tall else x
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
     for _ in range(steps):
-        gram = x @ x.T
+        gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    out: Tensor = (x.T if matrix.shape[0] > matrix.shape[1] else x).to(matrix.dtype)
+    out: Tensor = (x.mT if tall else x).to(matrices.dtype)
     return out
 
 
@@ -51,12 +55,14 @@ class MasterOptimizer:
         self.steps = 0
 
     @torch.no_grad()
-    def step(self, scale: float) -> Tensor:
+    def step(self, scale: float, add_up: Callable[[Sequence[Tensor]], None] | None = None) -> Tensor:
         """One update at `scale` times the top rates, from the network's gradients, which it clears.
 
-        Returns their norm.
+        `add_up` sums the gradients (fp32) of several processes in place. Returns their norm.
         """
         grads = {name: p.grad.float() for name, p in self.parameters.items() if p.grad is not None}
+        if add_up is not None:
+            add_up(list(grads.values()))
         for parameter in self.parameters.values():
             parameter.grad = None
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads.values()))))
@@ -70,13 +76,25 @@ class MasterOptimizer:
         return norm
 
     def _step_muon(self, grads: Mapping[str, Tensor], lr: float) -> None:
-        for name, grad in grads.items():
-            momentum = self.first[name]
-            momentum.lerp_(grad, 1 - self.options.momentum)
-            ahead = grad.lerp(momentum, self.options.momentum)
-            parts = list(self.parts[name])
-            for update, master in zip(torch.split(ahead, parts), torch.split(self.masters[name], parts), strict=True):
-                master.add_(orthogonal(update), alpha=-lr * 0.2 * max(update.shape) ** 0.5)
+        """Matrices of one shape are made orthogonal together: alone, they are too small to keep a GPU busy."""
+        if not grads:
+            return
+        momenta = [self.first[name] for name in grads]
+        torch._foreach_lerp_(momenta, list(grads.values()), 1 - self.options.momentum)
+        ahead = torch._foreach_lerp(list(grads.values()), momenta, self.options.momentum)
+        by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}  # update and master of each part
+        for name, update in zip(grads, ahead, strict=True):
+            for pair in zip(self._wide_parts(name, update), self._wide_parts(name, self.masters[name]), strict=True):
+                by_shape.setdefault(pair[0].shape, []).append(pair)
+        for shape, pairs in by_shape.items():
+            moved = orthogonal(torch.stack([part for part, _ in pairs]))
+            rate = lr * 0.2 * max(shape) ** 0.5
+            torch._foreach_add_([master for _, master in pairs], list(moved.unbind()), alpha=-rate)
+
+    def _wide_parts(self, name: str, matrix: Tensor) -> list[Tensor]:
+        """Views of a packed matrix's parts, each with no more rows than columns."""
+        parts = torch.split(matrix, list(self.parts[name]))
+        return [part if part.shape[0] <= part.shape[1] else part.mT for part in parts]
 
     def _step_adam(self, names: list[str], grads: Mapping[str, Tensor], lr: float) -> None:
         if not names:

@@ -52,6 +52,7 @@ class Recipe:
     target_layer_ids: tuple[int, ...] = ()  # taps; empty: five layers, evenly spaced from 1 to L - 3
     mask_token_id: int = 0  # an id that answers do not hold
     greedy_share: float = 0.55  # answers at T = 0; the others are drawn at T = 1
+    mix: tuple[float, float, float] = (0.3, 0.35, 0.35)  # of self-made prompts: code, mathematics, chat
     max_new_tokens: int = 448  # of an answer
     max_length: int = 640  # prompt and answer
     num_slots: int = 2048  # answers generated side by side
@@ -79,6 +80,8 @@ class TrainOptions:
     draft_vocab_size: int = 16384  # tokens that can be drafted, the most frequent in the answers; 0: all
     markov_rank: int = 32  # of dspark's Markov head
     seed: int = 0  # of answers, initial weights, order and anchors
+    init: str | None = None  # a drafter of this shape to go on from, by name or folder; None: random weights
+    processes: int = 1  # that share every batch, one a GPU; batch_rows must be a multiple
     device: str = "auto"  # auto, cpu, cuda
     resume: bool = False  # go on from OUT/checkpoint
     recipe: Recipe = field(default_factory=Recipe)
@@ -93,12 +96,19 @@ class TrainOptions:
             "num_layers": 1,
             "draft_vocab_size": 0,
             "markov_rank": 0,
+            "processes": 1,
         }
         for name, least in positive.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if self.minutes is not None and self.minutes <= 0:
             raise ConfigError(f"minutes is {self.minutes}; give a time above 0, or leave it out")
+        if self.recipe.batch_rows % self.processes:
+            raise ConfigError(
+                f"processes is {self.processes} and batch_rows {self.recipe.batch_rows} is no multiple of it; change one"
+            )
+        if len(self.recipe.mix) != 3 or min(self.recipe.mix) < 0 or sum(self.recipe.mix) <= 0:
+            raise ConfigError(f"mix is {list(self.recipe.mix)}; give three shares: code, mathematics, chat")
         short = self.recipe.short_block
         if short and not 2 <= short <= self.block_size:
             raise ConfigError(

@@ -46,6 +46,8 @@ class ChatTokenizer(Protocol):
 
     def encode(self, text: str, add_special: bool = False) -> list[int]: ...
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str: ...
@@ -60,26 +62,29 @@ def chat_frame(tokenizer: ChatTokenizer) -> tuple[str, str]:
     return before, after
 
 
-def _opening_jobs(tokenizer: ChatTokenizer, count: int, rng: random.Random) -> Iterator[Job]:
-    """Jobs that continue the user header after an opening; the note is the opening and a suffix for the user turn."""
+def _opening_jobs(tokenizer: ChatTokenizer, count: int, mix: Sequence[float], rng: random.Random) -> Iterator[Job]:
+    """Jobs that continue the user header after an opening; the note is the opening and a suffix for the user turn.
+
+    mix: shares of code, mathematics and chat.
+    """
     header, _ = chat_frame(tokenizer)
     encode = functools.cache(lambda opening: tuple(tokenizer.encode(header + opening)))
-    for _ in range(count):
-        kind = rng.random()
-        openings = CODE_OPENINGS if kind < 0.3 else MATH_OPENINGS if kind < 0.65 else CHAT_OPENINGS
+    for openings in rng.choices((CODE_OPENINGS, MATH_OPENINGS, CHAT_OPENINGS), weights=mix, k=count):
         opening = rng.choice(openings)
         suffix = REASON if openings is MATH_OPENINGS and rng.random() < 0.7 else ""
         note = f"{opening}\0{suffix}"
         yield Job(prompt_ids=encode(opening), temperature=USER_TEMPERATURE, max_new_tokens=MAX_USER_TOKENS, note=note)
 
 
-def self_made_prompts(generator: SlotGenerator, tokenizer: ChatTokenizer, count: int, seed: int) -> list[str]:
+def self_made_prompts(
+    generator: SlotGenerator, tokenizer: ChatTokenizer, count: int, mix: Sequence[float], seed: int
+) -> list[str]:
     """User turns that the model wrote itself.
 
     Unfinished and repeated ones are dropped, so fewer than `count` come back.
     """
     found: dict[str, None] = {}
-    for answer in generator.run(_opening_jobs(tokenizer, count, random.Random(seed))):
+    for answer in generator.run(_opening_jobs(tokenizer, count, mix, random.Random(seed))):
         if answer.finished and len(answer.token_ids) > 3:
             opening, suffix = answer.job.note.split("\0")
             found[(opening + tokenizer.decode(answer.token_ids[:-1])).strip() + suffix] = None
@@ -90,13 +95,14 @@ def answer_jobs(
     tokenizer: ChatTokenizer, prompts: Iterable[tuple[str, float]], *, max_length: int, max_new_tokens: int
 ) -> list[Job]:
     """One job per (user turn, temperature). Prompts that leave no room for an answer are left out."""
-    jobs = []
     before, after = chat_frame(tokenizer)
-    for user, temperature in prompts:
-        prompt_ids = tuple(tokenizer.encode(before + user + after))
-        if len(prompt_ids) <= max_length - 2 * MIN_ANSWER_TOKENS:
-            jobs.append(Job(prompt_ids=prompt_ids, temperature=temperature, max_new_tokens=max_new_tokens))
-    return jobs
+    pairs = list(prompts)
+    encoded = tokenizer.encode_batch([before + user + after for user, _ in pairs])
+    return [
+        Job(prompt_ids=tuple(prompt_ids), temperature=temperature, max_new_tokens=max_new_tokens)
+        for prompt_ids, (_, temperature) in zip(encoded, pairs, strict=True)
+        if len(prompt_ids) <= max_length - 2 * MIN_ANSWER_TOKENS
+    ]
 
 
 def greedy_answers(
@@ -123,6 +129,7 @@ def generate_answers(
     num_tokens: int,
     max_new_tokens: int,
     greedy_share: float,
+    mix: Sequence[float],
     seed: int,
     on_tokens: Callable[[int], None] | None = None,
 ) -> AnswerSet:
@@ -140,7 +147,7 @@ def generate_answers(
     for attempt in range(MAX_ROUNDS):
         missing = num_tokens - sum(len(answer.token_ids) for answer in answers)
         count = max(1, missing // typical - len(pairs))
-        made = self_made_prompts(generator, tokenizer, int(count * 1.1) + 1, seed + attempt)
+        made = self_made_prompts(generator, tokenizer, int(count * 1.1) + 1, mix, MAX_ROUNDS * seed + attempt)
         pairs += [(prompt, 0.0 if rng.random() < greedy_share else 1.0) for prompt in made]
         rng.shuffle(pairs)
         jobs = answer_jobs(tokenizer, pairs, max_length=generator.max_length, max_new_tokens=max_new_tokens)

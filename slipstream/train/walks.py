@@ -21,7 +21,7 @@ from torch import Tensor
 from slipstream.models.decoder import Decoder
 from slipstream.models.drafters import BlockDrafter
 from slipstream.train.answers import AnswerSet
-from slipstream.train.attend import Dense, PackedAttend, PackedBlockAttend
+from slipstream.train.attend import Dense, PackedAttend, PackedBlockAttend, packed_block_mask
 from slipstream.train.data import Blocks, PackedRows, Placement, anchor_candidates, block_rows, pack
 
 MAX_BLOCK_ROWS = 1024  # block rows per packed row and pass
@@ -107,7 +107,7 @@ def _runs_of_anchors(
     hidden = drafter.hidden(
         drafter.embed(block_inputs(rows, blocks, spec.mask_token_id)),
         block_positions(rows, blocks, spec.max_position_embeddings),
-        PackedBlockAttend(rows, blocks, context, Dense()),
+        PackedBlockAttend(context, packed_block_mask(rows, blocks, Dense()), Dense()),
     )
     anchor_ids = rows.token_ids.gather(1, columns)
     drafts = draft_greedily(

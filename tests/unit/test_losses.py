@@ -90,11 +90,11 @@ def test_the_fused_form_adds_the_bias_and_looks_the_teacher_up() -> None:
     bias = torch.tensor([[0.1, 0.2, 0.3], [0.0, -1.0, 1.0]])
     table = torch.stack((torch.zeros(3), TEACHER[1], TEACHER[0]))
     labels, confidence = torch.tensor([2, 0]), torch.tensor([0.3, -0.3])
-    ce, l1, bce, overlap = fused_rows(LOGITS - bias, bias, table, torch.tensor([2, 1]), labels, confidence)
+    fused = fused_rows(LOGITS - bias, bias, table, torch.tensor([2, 1]), labels, confidence)
     rows = row_losses(LOGITS, TEACHER, labels, confidence)
-    for ours, theirs in ((ce, rows.ce), (l1, rows.l1), (bce, rows.confidence), (overlap, rows.overlap)):
-        torch.testing.assert_close(ours, theirs)
-    assert fused_rows(LOGITS, None, table, torch.tensor([2, 1]), labels, None)[2] is None
+    for name in ("ce", "l1", "confidence", "overlap"):
+        torch.testing.assert_close(getattr(fused, name), getattr(rows, name))
+    assert fused_rows(LOGITS, None, table, torch.tensor([2, 1]), labels, None).confidence is None
 
 
 def test_decay_in_both_layouts() -> None:
