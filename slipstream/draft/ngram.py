@@ -14,12 +14,14 @@ from slipstream.draft.base import Draft, DraftView, Sampler
 from slipstream.ops.lookup import lookup
 
 MAX_DRAFTS = 16
-MAX_MATCH = 4  # tokens of the suffix that are compared
+# Tokens of the suffix that are compared. Greedy answers of SmolLM2 to five prompt sets, S = 7, tokens per step: 1.98 with
+# 1, 2.12 with 2, 2.16 with 4, 2.17 with 8 as with 16; beyond 4 it is the confidence that gains: a long match is a loop.
+MAX_MATCH = 8
 DECAY = 0.999  # per step: what was learned fades over about a thousand steps
 PRIOR_WEIGHT = 8.0  # drafts that the prior of an entry counts for, for good
 # Share accepted before anything is learned, by match length: of the first draft, and of later ones.
-PRIOR_FIRST = (0.05, 0.3, 0.45, 0.6, 0.7)
-PRIOR_LATER = (0.3, 0.5, 0.6, 0.75, 0.8)
+PRIOR_FIRST = (0.01, 0.25, 0.5, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
+PRIOR_LATER = (0.1, 0.7, 0.7, 0.8, 0.8, 0.85, 0.85, 0.9, 0.95)
 
 
 class NGramDraft:
