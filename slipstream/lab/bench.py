@@ -42,8 +42,9 @@ def run(options: BenchOptions, say: Callable[[str], None]) -> BenchResult:
     """Measure all cases; `say` gets one line per thing done."""
     conversations = [user(prompt) for prompt in read_prompts(options.prompts, options.num_requests)]
     models = load_models(
-        options.model, options.draft, dtype=_engine(options, "dtype"), device=_engine(options, "device")
-    )
+        options.model, options.draft, dtype=_engine(options, "dtype"), device=_engine(options, "device"),
+        layout=options.speculative.get("draft_layout", "auto"),
+    )  # fmt: skip
     cases = options.cases()
     llms = [start(models, case, options, conversations, say) for case in cases]
     found = {**ceilings.ceilings(models.target), **step_times(llms)}

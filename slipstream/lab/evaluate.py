@@ -52,8 +52,9 @@ def run(options: EvaluateOptions, say: Say) -> dict[str, Any]:
     """The report that `--json` prints; `say` gets one line per thing done."""
     groups = groups_of(options)
     models = load_models(
-        options.model, options.draft, dtype=_engine(options, "dtype"), device=_engine(options, "device")
-    )
+        options.model, options.draft, dtype=_engine(options, "dtype"), device=_engine(options, "device"),
+        layout=options.speculative.get("draft_layout", "auto"),
+    )  # fmt: skip
     traced = {drafter: trace(options, models, drafter, groups, say) for drafter in options.drafters}
     waves = time_groups(options, models, groups, say)
     cells = {

@@ -125,7 +125,7 @@ class Steps:
     widths_np: Ints  # [n]
     accepted_np: Ints  # [n]
     survived_np: Bools  # [n, S] drafts 1..j were all accepted
-    known_np: Bools  # [n, S] where that is known
+    known_np: Bools  # [n, S] where that counts: drafts that were verified and belong to the answer
     # [n, S] by name: raw (the signal alone), file (with the calibration file), fresh (as served: file, corrected by
     # outcomes), lagged (as served, from the step before).
     survival_np: Mapping[str, Floats]

@@ -140,7 +140,8 @@ def test_the_command_prints_tables_and_one_object(
 ) -> None:
     """Flags win over the file, several values come with commas, the JSON says what it was measured on."""
     target, drafter = tiny_folders
-    (tmp_path / "options.json").write_text(json.dumps({"dtype": "float32", "temperature": 0, "ignore_eos": True}))
+    in_file = {"dtype": "float32", "temperature": 0, "ignore_eos": True, "draft_layout": "fill_in"}
+    (tmp_path / "options.json").write_text(json.dumps(in_file))
     (tmp_path / "p.jsonl").write_text('{"turns": ["one"]}\n{"turns": ["two"]}\n')
     code, out, err = command(
         capsys, "--model", target, "--draft", drafter, "--prompts", tmp_path / "p.jsonl", "--max-tokens", 6,

@@ -42,7 +42,7 @@ def steps_of(widths: list[int], accepted: list[int], num_drafts: int = 3, lag: l
         widths_np=widths_np,
         accepted_np=accepted_np,
         survived_np=position < accepted_np[:, None],
-        known_np=(position < widths_np[:, None]) | (accepted_np < widths_np)[:, None],
+        known_np=position < widths_np[:, None],
         survival_np={"raw": half, "file": half, "fresh": half, "lagged": 2 * half},
         lag_known_np=np.array(lag or [True] * len(widths), dtype=np.bool_),
     )
