@@ -108,7 +108,7 @@ def _greedy_answer(
     device, deadline = target.head_weight.device, time.monotonic() + seconds
     tokens = torch.tensor(list(prompt_ids), device=device)
     attend, features, given = _GrowingAttend(target.spec), [], tokens
-    while len(tokens) < limit and time.monotonic() < deadline:
+    while len(tokens) < limit and (not features or time.monotonic() < deadline):
         positions = torch.arange(len(tokens) - len(given), len(tokens), device=device)
         hidden, tapped = target(given, positions, attend, taps)
         assert tapped is not None
