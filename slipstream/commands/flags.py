@@ -8,7 +8,7 @@ import typer
 from slipstream.config import MODES
 
 Model = Annotated[str | None, typer.Option(help="Folder, .gguf file or built-in name. Default: smollm2-135m.")]
-Draft = Annotated[str | None, typer.Option("--draft", help="Drafter: folder or built-in name. Default: none.")]
+Draft = Annotated[str | None, typer.Option("--draft", help="Drafter: folder, built-in name or ngram. Default: none.")]
 Verify = Annotated[
     str | None, typer.Option(help=f"Mode: {', '.join(MODES)}. Default: static with a drafter, else off.")
 ]

@@ -49,7 +49,7 @@ def resolve_drafter(name: str) -> Path:
     if path.exists():
         raise CheckpointError(f"{path} is not a drafter folder: it has no config.json")
     known = ", ".join(built_in) or "none is installed"
-    raise CheckpointError(f"there is no drafter {name!r}; give a folder or a built-in name ({known})")
+    raise CheckpointError(f"there is no drafter {name!r}; give a folder, a built-in name ({known}) or ngram")
 
 
 def _path(name: str) -> Path:

@@ -35,14 +35,14 @@ def _longest_match(known: Tensor, context: Tensor, max_match: int) -> tuple[Tens
     """
     size, num_columns = known.shape
     columns = torch.arange(num_columns, device=known.device)
-    matches = columns < context[:, None]  # [D, C]: a match so far ends in this column, before the anchor
+    num_passes = min(max_match, num_columns)
+    # Columns before the start are asked for only where no match of that length fits; what is read there is not used.
+    suffix = known.gather(1, (context[:, None] - columns[:num_passes]).clamp(min=0))  # newest first
     length = torch.zeros(size, num_columns, dtype=torch.uint8, device=known.device)
-    for back in range(min(max_match, num_columns)):
-        # A column before the start is asked for only where no match of this length fits; what is read there is unused.
-        token = known.gather(1, (context - back).clamp(min=0)[:, None])
-        matches[:, :back] = False
-        matches[:, back:] &= known[:, : num_columns - back] == token
-        length += matches
+    matches = columns < context[:, None]  # of columns back, back + 1, ...: a match of `back` tokens ends here
+    for back in range(num_passes):
+        matches = matches[:, min(back, 1) :] & (known[:, : num_columns - back] == suffix[:, back, None])
+        length[:, back:] += matches
     # Longest first, then latest, as one number: 31 bits are enough for lengths up to 16 and 100 million columns.
     best = (length.int() * num_columns + columns.int()).amax(1).long()
     return best // num_columns, best % num_columns
