@@ -184,7 +184,7 @@ def test_inspect_says_what_a_checkpoint_is(run: Run, tiny_folders: tuple[Path, P
     assert "layout_reason" in run("inspect", tiny_folders[1]).out
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "bench", "profile", "evaluate", "inspect", "train"])
+@pytest.mark.parametrize("command", ["generate", "chat", "bench", "profile", "evaluate", "inspect", "export", "train"])
 def test_help_ends_with_an_example(run: Run, command: str) -> None:
     outcome = run(command, "--help")
     assert outcome.code == 0

@@ -64,6 +64,8 @@ TORCH_FREE = (
     "slipstream.models.tokenizer",
     "slipstream.models.locate",
     "slipstream.models.checkpoint",
+    "slipstream.models.dialect_configs",
+    "slipstream.models.inspect",
     "slipstream.cache.pages",
     "slipstream.decide",
     "slipstream.lab.cases",
