@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.commands.answer import chat, generate
+from slipstream.commands.calibrate import calibrate
 from slipstream.commands.evaluate import evaluate
 from slipstream.commands.export import export
 from slipstream.commands.inspect import inspect
@@ -41,6 +42,7 @@ COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (evaluate, "evaluate --draft smollm2-135m-dspark --limit 4 --temperature 0"),
     (inspect, "inspect smollm2-135m-dspark --json"),
     (export, "export smollm2-135m-dspark out --dialect speculators --model smollm2-135m"),
+    (calibrate, "calibrate --draft runs/dspark/drafter --temperature 0,1 --plot reliability.png"),
     (train, "train --out runs/dspark --steps 2000 --prompts questions.jsonl"),
 )
 for command, example in COMMANDS:

@@ -1,11 +1,10 @@
 """How good survivals are, and the temperatures that make them better: sequential temperature scaling.
 
-For k = 1..S in order, T_k is chosen so that prod_{j<=k} sigmoid(logit_j / T_j) agrees with "drafts 1..k were all
-accepted", earlier temperatures fixed. Works on arrays of a trace; it knows no engine, files or drafters. Called by
+For k = 1..S in order, T_k is chosen so that prod_{j<=k} sigmoid(logit_j / T_j) foretells "drafts 1..k were all accepted",
+earlier temperatures fixed. Works on arrays of a trace; it knows no engine, files or drafters. Called by
 `lab/calibrate` and `lab/evaluate`.
 
-Letters in shapes: n rows (drafts that were verified), S positions. Where a draft was not verified and none before it was
-rejected, its outcome is not known, and the (row, position) counts nowhere.
+Letters in shapes: n rows (drafts that were verified), S positions. A draft that was not verified counts nowhere.
 """
 
 from dataclasses import dataclass
@@ -23,15 +22,17 @@ Bools: TypeAlias = NDArray[np.bool_]
 
 BINS = 20  # of equal width, over predicted survival
 TEMPERATURES = np.geomspace(0.25, 8.0, 141)  # 2.5% from one to the next
-PRIOR_ROWS = 64.0  # rows that reached position k, worth as much as the prior that T_k is T_{k-1}
-PRIOR_LOSS = 0.05  # of the prior where no row reached k and T_k is e times T_{k-1}
+PRIOR_PRECISION = 16.0  # of ln(T_k / T_{k-1}), whose deviation is taken to be a quarter
 
 
 def outcomes(accepted_np: Ints, widths_np: Ints, num_drafts: int) -> tuple[Bools, Bools]:
-    """[n, S] drafts 1..j were all accepted, and [n, S] whether that is known."""
+    """[n, S] drafts 1..j were all accepted, and [n, S] whether that counts: j was verified.
+
+    That a draft behind a rejected one failed is known without verifying it. To count it would be wrong: those behind an
+    accepted run of the same width are not known, and failures alone would be left.
+    """
     position = np.arange(num_drafts)
-    known = (position < widths_np[:, None]) | (accepted_np < widths_np)[:, None]
-    return position < accepted_np[:, None], known
+    return position < accepted_np[:, None], position < widths_np[:, None]
 
 
 # ------------------------------------------------------------------------------------------------------------- measures
@@ -90,7 +91,8 @@ def expected_calibration_error(predicted_np: Floats, outcome_np: Bools, bins: in
     """Mean distance between predicted and observed frequency, weighted by count."""
     if not len(predicted_np):
         return None
-    return float(_errors(predicted_np[None], outcome_np, bins)[0])
+    excess = np.bincount(_bins_of(predicted_np, bins), weights=predicted_np - outcome_np, minlength=bins)
+    return float(np.abs(excess).sum() / len(predicted_np))
 
 
 def calibration_noise(predicted_np: Floats, bins: int = BINS) -> float | None:
@@ -121,22 +123,13 @@ def _bins_of(predicted_np: Floats, bins: int) -> NDArray[np.intp]:
     return np.minimum((predicted_np * bins).astype(np.intp), bins - 1)
 
 
-def _errors(predicted_np: Floats, outcome_np: Bools, bins: int) -> Floats:
-    """[G] expected calibration error of predictions [G, n] for outcomes [n]."""
-    num = len(predicted_np)
-    which = _bins_of(predicted_np, bins) + np.arange(num)[:, None] * bins
-    excess = (predicted_np - outcome_np).ravel()
-    gaps = np.bincount(which.ravel(), weights=excess, minlength=num * bins).reshape(num, bins)
-    return np.abs(gaps).sum(axis=1) / predicted_np.shape[1]
-
-
 # ------------------------------------------------------------------------------------------------------------ the fit
 
 
-def scaled_confidence(confidence_np: Floats, temperatures_np: Floats) -> Floats:
+def scaled_confidence(confidence_np: Floats, temperatures: Floats | float) -> Floats:
     """sigmoid(logit(c) / T), as the engine scales; 0 stays 0."""
     kept = np.clip(confidence_np, EDGE, 1 - EDGE)
-    scaled: Floats = 1 / (1 + np.exp(-np.log(kept / (1 - kept)) / temperatures_np))
+    scaled: Floats = 1 / (1 + np.exp(-np.log(kept / (1 - kept)) / temperatures))
     return np.where(confidence_np == 0.0, 0.0, scaled)
 
 
@@ -145,30 +138,30 @@ def fit_temperatures(confidence_np: Float32s, accepted_np: Ints, widths_np: Ints
 
     Each T_k is the point of a logarithmic grid that minimises
 
-        ECE_k + Brier_k + PRIOR_LOSS * PRIOR_ROWS / (PRIOR_ROWS + rows that reached k) * ln(T_k / T_{k-1})^2
+        sum over rows that verified k of the log loss of the survival at k  +  PRIOR_PRECISION / 2 * ln(T_k / T_{k-1})^2
 
-    of the survival at k over the rows whose outcome there is known. The calibration error alone is flat and jumps where
-    rows change bins, and a predictor that says the mean of everybody has none; the Brier score is smooth and proper but
-    hardly moves with T. The prior (T_0 = 1) takes over at late positions, which few rows reach.
+    with T_0 = 1. The paper minimises the calibration error itself. That is flat and jumps where rows change bins: from
+    1000 steps of synthetic traces it left twice the true error of the log loss, from 4000 steps a tenth more, and only
+    where no temperature fits at all was it better (by 7%). The prior takes over at late positions, which few rows reach:
+    the sum carries its own weight of evidence.
     """
     confidence = clean(confidence_np)
     num_drafts = confidence.shape[1]
     survived, known = outcomes(accepted_np, widths_np, num_drafts)
-    reached = (accepted_np[:, None] >= np.arange(num_drafts)) & (np.arange(num_drafts) < widths_np[:, None])
     prefix, chosen, found = np.ones(len(confidence)), 1.0, []
     for k in range(num_drafts):
         rows = known[:, k]
-        weight = PRIOR_LOSS * PRIOR_ROWS / (PRIOR_ROWS + int(reached[:, k].sum()))
-        loss = weight * np.square(np.log(TEMPERATURES / chosen))
-        if rows.any():
-            loss += _misfit(prefix[rows], confidence[rows, k], survived[rows, k])
+        loss = PRIOR_PRECISION / 2 * np.square(np.log(TEMPERATURES / chosen))
+        loss += _log_loss(prefix[rows], confidence[rows, k], survived[rows, k])
         chosen = float(TEMPERATURES[np.argmin(loss)])
-        prefix = prefix * scaled_confidence(confidence[:, k], np.float64(chosen))
-        found.append(chosen)
+        prefix = prefix * scaled_confidence(confidence[:, k], chosen)
+        found.append(round(chosen, 4))
     return tuple(found)
 
 
-def _misfit(prefix_np: Floats, confidence_np: Floats, survived_np: Bools) -> Floats:
-    """[G] calibration error and Brier score of the survival at one position, for every temperature of the grid."""
+def _log_loss(prefix_np: Floats, confidence_np: Floats, survived_np: Bools) -> Floats:
+    """[G] of the survival at one position, summed over rows, for every temperature of the grid."""
     survival = prefix_np * scaled_confidence(confidence_np, TEMPERATURES[:, None])  # [G, n]
-    return _errors(survival, survived_np, BINS) + np.square(survival - survived_np).mean(axis=1)
+    right = np.where(survived_np, survival, 1 - survival)
+    loss: Floats = -np.log(np.maximum(right, EDGE)).sum(axis=1)
+    return loss

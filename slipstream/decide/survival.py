@@ -10,7 +10,7 @@ shapes: n rows, d positions of a draft, S positions at most.
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -243,6 +243,8 @@ class Calibration:
     """Temperatures per position by (signal, class), as the calibration file of a drafter holds them."""
 
     temperatures: dict[tuple[str, str], tuple[float, ...]]  # (head | peak | drawn, greedy | sampled) -> T_1, T_2, ...
+    # For readers, by the same keys: data, conditions, errors before and after. Must be JSON; nothing is decided by it.
+    about: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
 
     def scale_np(self, signal: str, num_drafts: int) -> Floats:
         """[2, S] 1 / T. Positions beyond the file take its last value, classes that it lacks stay as they are."""
@@ -258,16 +260,18 @@ class Calibration:
         return any((signal, name) in self.temperatures for name in CLASSES)
 
     def save(self, path: Path) -> None:
-        signals: dict[str, dict[str, dict[str, list[float]]]] = {}
+        signals: dict[str, dict[str, dict[str, Any]]] = {}
         for (signal, name), values in self.temperatures.items():
-            signals.setdefault(signal, {})[name] = {"temperatures": list(values)}
+            about = self.about.get((signal, name), {})
+            signals.setdefault(signal, {})[name] = {"temperatures": list(values), **about}
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"version": 1, "signals": signals}, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> "Calibration":
         """Reads {"version": 1, "signals": {"head": {"greedy": {"temperatures": [...], ...}, "sampled": ...}, ...}}.
 
-        Keys beside `temperatures` (data set, errors before and after) are for readers. ConfigError names the field.
+        Keys beside `temperatures` (data set, errors before and after) are kept in `about`. ConfigError names the field.
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -276,18 +280,19 @@ class Calibration:
         where = f"calibration {path}"
         if not isinstance(data, dict) or data.get("version") != 1:
             raise ConfigError(f"{where}: version must be 1")
-        temperatures = {}
+        temperatures, about = {}, {}
         for signal, classes in _object(data.get("signals"), f"{where}: signals").items():
             if signal not in ("head", "peak", "drawn"):
                 raise ConfigError(f"{where}: signals.{signal} is not a signal; use head, peak or drawn")
             for name, entry in _object(classes, f"{where}: signals.{signal}").items():
                 if name not in CLASSES:
                     raise ConfigError(f"{where}: signals.{signal}.{name} is not a class; use greedy or sampled")
-                field = f"{where}: signals.{signal}.{name}"
-                temperatures[signal, name] = _temperatures(
-                    _object(entry, field).get("temperatures"), f"{field}.temperatures"
-                )
-        return cls(temperatures=temperatures)
+                where_entry = f"{where}: signals.{signal}.{name}"
+                entry = _object(entry, where_entry)
+                temperatures[signal, name] = _temperatures(entry.get("temperatures"), f"{where_entry}.temperatures")
+                if beside := {key: value for key, value in entry.items() if key != "temperatures"}:
+                    about[signal, name] = beside
+        return cls(temperatures=temperatures, about=about)
 
 
 def _object(value: object, field: str) -> dict[str, object]:

@@ -67,10 +67,8 @@ class DraftTrace:
 
     @property
     def known_np(self) -> Bools:
-        """[n, S] whether drafts 1..j were all accepted is known: j was verified, or one before it was rejected."""
-        verified = np.arange(self.num_drafts) < self.widths_np[:, None]
-        known: Bools = verified | (self.accepted_np < self.widths_np)[:, None]
-        return known
+        """[n, S] draft j was verified. (Also to count those behind a rejected one would leave out successes only.)"""
+        return np.arange(self.num_drafts) < self.widths_np[:, None]
 
     @property
     def previous_np(self) -> Ints:
