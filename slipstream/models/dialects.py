@@ -87,6 +87,8 @@ _SCALES = ("attention_value_scale", "output_multiplier", "logit_scale")  # 1 has
 _FOREIGN_TENSORS = {
     "aux_hidden_norms": "another network (norms per feature)",
     "g_proj": "another network (gated attention)",
+    "qkv_proj": "another way of writing weights (fused projections); write q_proj, k_proj and v_proj",
+    "gate_up_proj": "another way of writing weights (fused projections); write gate_proj and up_proj",
     "attention_sink_bias": "another network (attention sinks)",
     "layer_scalar": "another network (Gemma4)",
     "mtp.": DEEPSEEK_V4,

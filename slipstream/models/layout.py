@@ -30,7 +30,7 @@ def decide_layout(config: Mapping[str, Any], block_size: int, override: str | No
             raise CheckpointError(f"layout {override!r} is unknown; use fill_in or anchor_first")
         return LayoutDecision(layout=_layout(override == "anchor_first"), reason="set by the user")
     flags = _by_flags(config)
-    counted = _by_count(config, block_size)
+    counted = _by_count(config, block_size, flagged=bool(flags))
     if len({one.layout for one in flags}) > 1:
         raise CheckpointError(
             f"layout flags contradict each other ({', '.join(one.reason for one in flags)}); keep the right one"
@@ -63,8 +63,11 @@ def _by_flags(config: Mapping[str, Any]) -> list[LayoutDecision]:
     return found
 
 
-def _by_count(config: Mapping[str, Any], block_size: int) -> LayoutDecision | None:
-    """The number of drafts that the file proposes: B - 1 leaves row 0 out, B uses it."""
+def _by_count(config: Mapping[str, Any], block_size: int, flagged: bool) -> LayoutDecision | None:
+    """The number of drafts that the file proposes: B - 1 leaves row 0 out, B uses it.
+
+    Fewer are a default for serving, which says nothing; that will do where a flag decides.
+    """
     count, proposed = config.get("speculative_tokens"), _proposed(config.get("speculators_config"))
     if None not in (count, proposed) and count != proposed:
         raise CheckpointError(
@@ -72,6 +75,8 @@ def _by_count(config: Mapping[str, Any], block_size: int) -> LayoutDecision | No
         )
     count = proposed if count is None else count
     if count is None:
+        return None
+    if flagged and type(count) is int and 0 < count < block_size - 1:
         return None
     if type(count) is not int or count not in (block_size - 1, block_size):
         raise CheckpointError(

@@ -374,6 +374,7 @@ def test_weights_in_a_pickle_are_refused(theirs: Path, target: Decoder) -> None:
         ("context_proj.weight", "DFlare"),
         ("hidden_correction.up.weight", "DFly"),
         ("mtp.0.attn.weight", "DeepSeek-V4"),
+        ("layers.0.self_attn.qkv_proj.weight", "fused projections"),
         ("mask_embedding", "mask vector of its own"),
         ("layers.0.self_attn.q_proj.weight_packed", "quantised weights"),
     ],
@@ -434,6 +435,54 @@ SLIDES: dict[str, Any] = {"layer_types": [SLIDING] * 5, "sliding_window": 8}
 def test_a_config_is_refused_by_name(config: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         spec_from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("flag", "count", "layout", "reason"),
+    [
+        (True, 5, "anchor_first", "flag sample_from_anchor=true"),
+        (False, 4, "fill_in", "flag sample_from_anchor=false"),
+        (None, 5, "anchor_first", "speculative_tokens=5 with block_size=5"),
+        (None, 4, "fill_in", "speculative_tokens=4 with block_size=5"),
+        (None, None, "fill_in", "speculators file without sample_from_anchor, so older than that flag"),
+        (True, 2, "anchor_first", "flag sample_from_anchor=true"),  # a default for serving
+    ],
+)
+def test_the_same_weights_with_the_flag_and_without(
+    drafter_spec: Make, target: Decoder, target_folder: Path, tmp_path: Path, flag: bool | None, count: int | None,
+    layout: str, reason: str,
+) -> None:  # fmt: skip
+    """Fault 24: the flag decides, then the count, then the age of the file; the reason says which."""
+    save(tmp_path / "mine", drafter_spec(**DSPARK), target)
+    export_drafter(tmp_path / "mine", tmp_path / "out", "speculators", ExportTarget.at(target_folder))
+    configure(tmp_path / "out", sample_from_anchor=flag, speculators_config={
+        "proposal_methods": [] if count is None else [{"speculative_tokens": count}]})  # fmt: skip
+    report = describe(tmp_path / "out")
+    assert (report["layout"], report["layout_reason"]) == (layout, reason)
+    assert load_drafter(tmp_path / "out", target).spec.max_draft_tokens == (5 if layout == "anchor_first" else 4)
+
+
+@pytest.mark.parametrize("dialect", ["z-lab", "deepspec", "speculators"])
+def test_transformers_reads_the_same_layers(drafter_spec: Make, dialect: str) -> None:
+    """Engines build the layers from a Qwen3Config of transformers; theirs must come out of our config as we meant it."""
+    from transformers import Qwen3Config
+
+    spec = drafter_spec(
+        layout="fill_in" if dialect == "z-lab" else "anchor_first", head_dim=16, max_position_embeddings=128,
+        rope=RopeSpec(theta=5e5, scaling="linear", factor=2.0),
+    )  # fmt: skip
+    config = {"z-lab": z_lab_config, "deepspec": deepspec_config}.get(dialect, lambda _: {})(spec)
+    if dialect == "speculators":
+        config = speculators_config(spec, "name", "LlamaForCausalLM")["transformer_layer_config"]
+    theirs = Qwen3Config(**json.loads(json.dumps(config)))
+    assert (theirs.hidden_size, theirs.intermediate_size, theirs.head_dim) == (32, 48, 16)
+    assert (theirs.num_hidden_layers, theirs.num_attention_heads, theirs.num_key_value_heads) == (2, 4, 2)
+    assert (theirs.vocab_size, theirs.max_position_embeddings, theirs.rms_norm_eps) == (64, 128, 1e-6)
+    assert theirs.layer_types == [FULL, FULL]
+    assert not theirs.attention_bias
+    assert not theirs.tie_word_embeddings
+    rope = RopeSpec.from_hf(theirs.to_dict())  # whichever spelling this version of transformers keeps
+    assert (rope.theta, rope.scaling, rope.factor) == (5e5, "linear", 2.0)
 
 
 @pytest.mark.parametrize("key", ["mask_token_id", "pard_token", "ptd_token_id"])
