@@ -51,6 +51,8 @@ class Recipe:
     short_share: float = 0.65  # share of block rows in shorter blocks
     target_layer_ids: tuple[int, ...] = ()  # taps; empty: five layers, evenly spaced from 1 to L - 3
     mask_token_id: int = 0  # an id that answers do not hold
+    intermediate_size: int | None = None  # MLP width of the drafter; None: the target's
+    graphs: bool = True  # replay compiled steps as CUDA graphs on a GPU
     greedy_share: float = 0.55  # answers at T = 0; the others are drawn at T = 1
     mix: tuple[float, float, float] = (0.3, 0.35, 0.35)  # of self-made prompts: code, mathematics, chat
     max_new_tokens: int = 448  # of an answer

@@ -31,7 +31,7 @@ def answers(count: int = 160) -> AnswerSet:
 
 def trainer(folder: Path, device: str) -> Trainer:
     spec = tiny_spec(hidden_size=64, head_dim=16, num_hidden_layers=3)
-    target = Decoder(spec, torch.float32, device).init_random(3, std=0.1)
+    target = Decoder(spec, torch.bfloat16 if device == "cuda" else torch.float32, device).init_random(3, std=0.1)
     recipe = Recipe(row_tokens=256, batch_rows=4, block_rows=256, short_block=4, held_out=8, target_layer_ids=(0, 1))
     given = TrainOptions(
         target="tiny", out=folder, steps=20, block_size=8, draft_vocab_size=48, markov_rank=8, recipe=recipe
@@ -43,15 +43,15 @@ def test_flex_equals_dense(tmp_path: Path) -> None:
     run = trainer(tmp_path, "cuda")
     rows = pack(answers(), 256)[0].take(torch.arange(3)).to("cuda")
     blocks = draw_blocks(rows, [4] * 40 + [8] * 12, seed=1)
-    q, k, v = (torch.randn(3 * 256, heads, 16, device="cuda") for heads in (4, 2, 2))
+    q, k, v = (torch.randn(3 * 256, heads, 16, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
     attend = torch.compile(lambda backend_attend: backend_attend(0, q, k, v), dynamic=False)
     whole, tiled = PackedAttend(run.target, rows, Dense()), PackedAttend(run.target, rows, Flex())
-    torch.testing.assert_close(attend(tiled), whole(0, q, k, v), atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(attend(tiled), whole(0, q, k, v), atol=2e-2, rtol=2e-2)
     assert packed_block_mask(rows, blocks, Flex()).sparsity() > 0
 
 
 def test_compiled_steps_equal_eager_ones(tmp_path: Path) -> None:
-    """Twenty steps on both devices: the losses stay together (TF32-free fp32, sums in another order)."""
+    """Twenty steps, in bf16 as CUDA graphs and in fp32 one operation at a time: the losses stay together."""
     fast, plain = trainer(tmp_path / "a", "cuda"), trainer(tmp_path / "b", "cpu")
     ours, theirs = ([float(run.train_step()["l1"]) for _ in range(20)] for run in (fast, plain))
     assert ours[0] == pytest.approx(theirs[0], rel=0.02)  # anchors are drawn by the device's own generator
