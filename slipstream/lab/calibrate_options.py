@@ -41,6 +41,8 @@ class CalibrateOptions:
         for signal in self.signals:
             if signal not in get_args(Signal):
                 raise ConfigError(f"signals holds {signal!r}; choose among head, peak and drawn")
+        if self.draft == NGRAM and set(self.signals) - {"head"}:
+            raise ConfigError("signals: ngram has its running acceptance and no other confidence; use head")
         for name in ("concurrency", "limit"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be a whole number from 1")

@@ -526,3 +526,32 @@ def test_fault_33_any_number_of_drafts_and_any_width(mode):
         widths = {width for step in spy.steps if step.draft is not None for width in step.widths}
         assert widths <= set(range(k + 1))
         assert mode == "lag-budget" or (len(widths) > k - 3 and {0, k} <= widths)
+
+
+# ------------------------------------------------------------------------------------------ 32: who teaches estimators
+
+
+@LOOPS
+@pytest.mark.parametrize("mode", PRUNING)
+def test_fault_32_a_constrained_request_moves_nobody_elses_widths(mode, overlap):
+    """Beside A, whose drafts are all right, B's are all right or all wrong. What B brings does not reach A's widths while
+    B is constrained; without that it does, or the test would show nothing."""
+    prompts, (short, long) = prompts_of(4, 5), (greedy(60), greedy(110))
+    told = 0.7 if mode == "adaptive" else 0.8  # where a little more or less of it changes widths
+    right = known(prompts, long)
+    wrong = [right[0], [right[1][0], *((token + 1) % VOCAB for token in right[1][1:])]]
+
+    def widths_of_a(answers, constrained):
+        scripted = ScriptedDrafter(answers, 4, confidence=constant(told, told, told, told))
+        llm = make_llm(mode, scripted, learns=True, overlap=overlap)
+        spy = Spy(llm)
+        a, b = llm._request(prompts[0], short), llm._request(prompts[1], long)
+        b.constrained = constrained
+        llm._run([a, b])
+        assert b.counters.accepted == 0 if answers is wrong else b.counters.accepted > 0
+        return spy.widths_of(a.uid)
+
+    alone, beside = widths_of_a(right, constrained=True), widths_of_a(wrong, constrained=True)
+    assert alone == beside
+    assert max(alone) > 0
+    assert widths_of_a(right, constrained=False) != widths_of_a(wrong, constrained=False)

@@ -1,0 +1,180 @@
+"""`slipstream calibrate` on a tiny pair: what it writes is what the engine loads, and every wrong use is one line."""
+
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slipstream.cli import main
+from slipstream.config import SamplingParams, SpeculativeConfig
+from slipstream.decide.scaling import fit_temperatures, quality
+from slipstream.decide.survival import Calibration
+from slipstream.lab.calibrate import half_of
+from slipstream.lab.traces import collect_trace
+from slipstream.llm import LLM, load_models
+from slipstream.prompts import user
+
+S = 5  # drafts of the tiny drafter
+TEXTS = [f"{word} {count}" for count in range(5) for word in ("count", "say", "why")]
+
+
+@pytest.fixture
+def pair(tiny_folders, tmp_path):
+    """(flags, drafter): a copy of the drafter, since the file is written into its folder."""
+    drafter = tmp_path / "drafter"
+    shutil.copytree(tiny_folders[1], drafter)
+    prompts = tmp_path / "questions.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in TEXTS))
+    flags = ["--model", tiny_folders[0], "--draft", drafter, "--prompts", prompts, "--dtype", "float32"]
+    return [*flags, "--max-tokens", 24], drafter
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """(exit code, stdout, stderr) of the command."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main(["calibrate", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def test_the_file_is_beside_the_drafter_and_the_engine_takes_it(run, pair):
+    """Both classes and both signals, a temperature for each position; adaptive modes load it without being told."""
+    flags, drafter = pair
+    code, out, err = run(*flags, "--json", "--plot", drafter / "reliability.png")
+    assert code == 0, err
+    path = drafter / "calibration.json"
+    table = Calibration.load(path)
+    assert set(table.temperatures) == {(s, c) for s in ("head", "peak") for c in ("greedy", "sampled")}
+    assert {len(values) for values in table.temperatures.values()} == {S}
+    assert (drafter / "reliability.png").read_bytes().startswith(b"\x89PNG")
+
+    report = json.loads(out.splitlines()[-1])
+    assert len(report["fits"]) == 4
+    for fit in report["fits"]:
+        about = table.about[fit["signal"], fit["name"]]
+        assert fit["temperatures"] == list(table.temperatures[fit["signal"], fit["name"]])
+        assert about["ece_before"] == pytest.approx(fit["raw"]["ece"], abs=1e-5)
+        assert about["ece_after"] == pytest.approx(fit["fresh"]["ece"], abs=1e-5)
+        assert about["prompts"] == ["questions"]
+        assert about["num_speculative_tokens"] == S
+        assert about["temperature"] == (1.0 if fit["name"] == "sampled" else 0.0)
+
+    speculative = SpeculativeConfig.for_mode("lag", draft_model=str(drafter), cost_model="none")
+    llm = LLM(str(flags[1]), speculative=speculative, dtype="float32", max_model_len=64, max_num_seqs=2)
+    assert ("calibration", str(path), "as found") in llm.notes
+    scale = 1 / np.array(table.temperatures["head", "greedy"])
+    np.testing.assert_allclose(llm.engine.policy.calibration_np[0, :, 0], scale, rtol=1e-6)
+
+
+def test_figures_are_of_the_half_that_was_not_fitted_on(run, pair):
+    """By hand: the trace of the same answers, fitted on one half, measured on the other; the file holds the fit on all."""
+    flags, drafter = pair
+    code, out, _ = run(*flags, "--temperature", "0", "--signals", "peak", "--json")
+    assert code == 0
+    (fit,) = json.loads(out.splitlines()[-1])["fits"]
+
+    models = load_models(str(flags[1]), str(drafter), dtype="float32")
+    config = SpeculativeConfig(draft_model=str(drafter), num_speculative_tokens=S)
+    params = SamplingParams(max_tokens=24)
+    trace = collect_trace(models, config, [user(text) for text in TEXTS], params, signal="peak", seed=0)
+    out_np = half_of(len(TEXTS))[trace.request_np]
+    assert half_of(len(TEXTS)).sum() == len(TEXTS) // 2
+
+    def fitted(rows):
+        return fit_temperatures(rows.signal_np, rows.accepted_np, rows.widths_np)
+
+    assert fit["temperatures"] == list(fitted(trace))
+    kept = trace.rows(out_np)
+    logit = np.log(kept.signal_np.astype(np.float64) / (1 - kept.signal_np.astype(np.float64)))
+    for name, temperatures in (("raw", np.ones(S)), ("fresh", np.array(fitted(trace.rows(~out_np))))):
+        survival = np.cumprod(1 / (1 + np.exp(-logit / temperatures)), axis=1)
+        by_hand = quality(survival, kept.survived_np, kept.known_np)
+        assert fit[name]["ece"] == pytest.approx(by_hand.ece, abs=1e-6)
+        assert fit[name]["auroc"] == pytest.approx(by_hand.auroc, abs=1e-6)
+        assert fit[name]["num"] == by_hand.num
+    assert 0 < fit["lagged"]["num"] < fit["fresh"]["num"], "first steps have none before them"
+
+
+def test_the_n_gram_drafter_has_its_running_acceptance_calibrated(run, pair, tmp_path):
+    """It has no folder, so the file must be named; `head` is all it has."""
+    flags, _ = pair
+    flags[3] = "ngram"
+    code, _, err = run(*flags, "--temperature", "0", "--output", tmp_path / "made" / "ngram.json")
+    assert code == 0, err
+    table = Calibration.load(tmp_path / "made" / "ngram.json")
+    assert list(table.temperatures) == [("head", "greedy")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--temperature", "0.7,1"], "0.7 and 1, and the file has one entry"),
+        (["--temperature", "0,0"], "temperature"),
+        (["--temperature", "warm"], "temperature is 'warm'"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--signals", "head,gut"], "signals holds 'gut'"),
+        (["--limit", "3"], "3 are too few"),
+        (["--concurrency", "0"], "concurrency is 0"),
+        (["--num-speculative-tokens", "9"], "num_speculative_tokens"),
+        (["--draft", "ngram"], "output: ngram"),
+        (["--draft", "ngram", "--output", "x.json", "--signals", "peak"], "ngram"),
+        (["--plot", "picture.doc"], "plot picture.doc"),
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_misuse_is_one_line_that_names_the_field(run, pair, arguments, named):
+    flags, drafter = pair
+    code, out, err = run(*flags, *arguments)
+    assert (code, out) == (2, "")
+    assert named in err
+    assert err.count("\n") == 1
+    assert not (drafter / "calibration.json").exists()
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(run, pair, monkeypatch):
+    flags, drafter = pair
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err = run(*flags, "--plot", "x.png")
+    assert code == 2
+    assert "pip install 'slipstream[plot]'" in err
+    assert not (drafter / "calibration.json").exists()
+
+
+def test_options_may_come_from_a_file(run, pair, tmp_path):
+    """Paths and single values as JSON has them; flags win."""
+    flags, drafter = pair
+    config = tmp_path / "calibrate.json"
+    config.write_text(
+        json.dumps({"temperature": 0.5, "signals": "head", "output": str(tmp_path / "c.json"), "limit": 8})
+    )
+    code, _, err = run(*flags, "--config", config, "--limit", 9)
+    assert code == 0, err
+    table = Calibration.load(tmp_path / "c.json")
+    assert list(table.temperatures) == [("head", "sampled")]
+    assert table.about["head", "sampled"]["requests"] == 9
+    assert not (drafter / "calibration.json").exists()
+
+
+def test_the_packages_sample_is_there_and_no_evaluation_set():
+    """The default prompts: read, and not among the prompts that are evaluated on."""
+    from slipstream.lab.calibrate import read_conversations
+    from slipstream.lab.calibrate_options import CalibrateOptions
+
+    texts = {messages[0]["content"] for messages in read_conversations(CalibrateOptions(draft="any"))}
+    assert len(texts) == 64
+    root = Path(__file__).parents[2]
+    for path in [*(root / "bench/data/prompts").glob("*.jsonl"), root / "slipstream/assets/prompts/gsm8k_sample.jsonl"]:
+        for line in path.read_text(encoding="utf-8").split("\n"):
+            assert not line or json.loads(line)["turns"][0] not in texts
