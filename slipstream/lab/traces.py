@@ -20,9 +20,11 @@ from slipstream.decide.policy import FullWidth, WaitsFor, resolve_signal
 from slipstream.decide.survival import SurvivalModel
 from slipstream.draft.base import Drafter
 from slipstream.errors import ConfigError
-from slipstream.llm import LLM, Completion, Message, Models
+from slipstream.lab.bench import positions_needed
+from slipstream.llm import LLM, Completion, Models
 from slipstream.metrics import SpecCounters
 from slipstream.plan import DraftReport, StepPlan, StepResult
+from slipstream.prompts import Messages
 
 Floats: TypeAlias = NDArray[np.float64]
 Float32s: TypeAlias = NDArray[np.float32]
@@ -159,7 +161,7 @@ class TraceRecorder(FullWidth):
 def collect_trace(
     models: Models,
     speculative: SpeculativeConfig,
-    conversations: Sequence[Sequence[Message]],
+    conversations: Sequence[Messages],
     params: SamplingParams | Sequence[SamplingParams],
     *,
     signal: Signal | Literal["auto"] = "auto",
@@ -175,7 +177,9 @@ def collect_trace(
     if speculative.mode != "static":
         raise ConfigError(f"a trace is taken at full width (mode static), not in mode {speculative.mode}")
     recorder = TraceRecorder()
-    sizes = {"max_num_seqs": concurrency, "max_model_len": _positions(models, conversations, params), **engine}
+    longest = max(each.max_tokens for each in ([params] if isinstance(params, SamplingParams) else params))
+    room = positions_needed(models, conversations, longest)
+    sizes = {"max_num_seqs": concurrency, "max_model_len": room, **engine}
     llm = LLM(models, speculative=speculative, drafter=drafter, policy=recorder, **sizes)
     serving = llm.engine.drafter
     assert serving is not None
@@ -183,15 +187,6 @@ def collect_trace(
     recorder.signal, _ = resolve_signal(asked, has_head=serving.has_confidence_head, drafts_sampled=True)
     completions = llm.chat(conversations, params)
     return recorder.trace(completions, llm.engine.scheduler.limits.max_drafts)
-
-
-def _positions(
-    models: Models, conversations: Sequence[Sequence[Message]], params: SamplingParams | Sequence[SamplingParams]
-) -> int:
-    """Room for the longest request and a block beyond it; a whole context would be reserved otherwise."""
-    answer = max(each.max_tokens for each in ([params] if isinstance(params, SamplingParams) else params))
-    prompt = max(len(models.tokenizer.encode(models.tokenizer.chat(messages))) for messages in conversations)
-    return min(prompt + answer + 32, models.target.spec.max_position_embeddings)
 
 
 # ---------------------------------------------------------------------------------------------------------------- replay
