@@ -7,6 +7,7 @@ import typer
 
 from slipstream.commands import flags
 from slipstream.commands.shared import print_json, screen
+from slipstream.errors import ConfigError
 
 
 def export(
@@ -15,6 +16,9 @@ def export(
     dialect: Annotated[str, typer.Option(help="z-lab, deepspec or speculators.")],
     model: Annotated[
         str | None, typer.Option(help="Its target: folder, .gguf file or built-in name; z-lab mostly needs none.")
+    ] = None,
+    target_name: Annotated[
+        str | None, typer.Option(help="How others find the target, for speculators. Default: what --model says.")
     ] = None,
     layout: Annotated[
         str | None, typer.Option(help="Read the drafter as fill_in or anchor_first, whatever it says.")
@@ -26,7 +30,9 @@ def export(
     from slipstream.models.inspect import describe
     from slipstream.models.locate import resolve_drafter, resolve_target
 
-    target = None if model is None else ExportTarget.at(resolve_target(model), model)
+    if target_name is not None and model is None:
+        raise ConfigError("target_name: no effect without model; name the target's files with --model")
+    target = None if model is None else ExportTarget.at(resolve_target(model), target_name or model)
     export_drafter(resolve_drafter(draft), out, dialect, target, layout)
     report = {"path": str(out), **describe(out)}
     screen(as_json).print(

@@ -53,6 +53,7 @@ REFUSED_KEYS = {
     "n_routed_experts": "a mixture of experts",
     "attention_sink_bias": "attention sinks",
     "attention_value_scale": "scaled attention values",
+    "input_embedding_scale": "scaled embeddings",
     "output_multiplier": "scaled logits",
     "logit_scale": "scaled logits",
     "final_logit_softcapping": "capped logits",
@@ -82,7 +83,7 @@ _TOP_KEYS = _NESTED_KEYS - {"use_swa", "swa_window_size", "is_neox_style", "proj
     "l1_loss_alpha", "confidence_head_alpha", "loss_decay_gamma", "max_length", "num_beams", "num_beam_groups",
     "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "num_return_sequences",
 ))  # fmt: skip
-_SCALES = ("attention_value_scale", "output_multiplier", "logit_scale")  # 1 has no effect
+_SCALES = ("attention_value_scale", "input_embedding_scale", "output_multiplier", "logit_scale")  # 1 has no effect
 # Part of a tensor's name -> the network that has such a tensor.
 _FOREIGN_TENSORS = {
     "aux_hidden_norms": "another network (norms per feature)",

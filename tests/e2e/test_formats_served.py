@@ -136,8 +136,10 @@ def test_an_exported_drafter_serves_as_before(
     """Same drafts, so the same steps with the same counts; `inspect` names the dialect without the target."""
     target = tiny_folders[0]
     out = tmp_path / dialect
-    code, text, error = run("export", drafter, out, "--dialect", dialect, "--model", target, "--json")
+    flags = ("--dialect", dialect, "--model", target, "--target-name", "someone/tiny")
+    code, text, error = run("export", drafter, out, *flags, "--json")
     assert code == 0, error
+    assert ("someone/tiny" in (out / "config.json").read_text()) == (dialect == "speculators")
     assert json.loads(text.splitlines()[-1])["dialect"] == dialect
     code, text, error = run("inspect", out, "--json")
     report = json.loads(text.splitlines()[-1])
@@ -157,6 +159,7 @@ def test_mistakes_at_the_command_line(run: Run, tiny_folders: tuple[Path, Path],
     for flags, code, says in (
         (["--dialect", "eagle"], 2, "dialect is 'eagle'"),
         (["--dialect", "deepspec"], 2, "--model"),
+        (["--dialect", "deepspec", "--target-name", "a/b"], 2, "target_name: no effect without model"),
         (["--dialect", "z-lab", "--model", target], 1, "Markov or confidence head cannot be said"),
         (["--dialect", "deepspec", "--model", target, "--layout", "sideways"], 1, "layout 'sideways' is unknown"),
         (["--dialect", "deepspec", "--model", target, "--layout", "fill_in"], 1, "export to z-lab or speculators"),

@@ -416,6 +416,7 @@ SLIDES: dict[str, Any] = {"layer_types": [SLIDING] * 5, "sliding_window": 8}
         (Z_LAB | {"dflash_config": {"mask_token": "<|MASK|>"}}, r"the text '<\|MASK\|>'; set mask_token_id to the id"),
         (DEEPSPEC | {"mask_token_id": "<m>"}, "the text '<m>'; set mask_token_id to the id"),
         (DEEPSPEC | {"mask_token_id": 151936}, "mask_token_id 151936 is outside the embedding table"),
+        (Z_LAB | {"dflash_config": TAPS | {"input_embedding_scale": 8.0}}, "input_embedding_scale is not supported"),
         (Z_LAB | {"dflash_config": TAPS | {"causal": True}}, "dflash_config.causal=true with full layers"),
         (Z_LAB | {"causal": True}, "causal=true with full layers"),
         (Z_LAB | SLIDES | {"is_causal": False}, "is_causal=false with sliding layers"),
