@@ -4,8 +4,8 @@
     PYTHONPATH=/tmp/reference:. python tools/compare_exports.py
 
 Writes small random drafters, exports them, lets the reference load the folder and compares one block over one context:
-hidden rows, Markov bias and confidence, in fp32. Then the reference saves what it loaded, and we read that. Neither package is needed by anything else here, so this is run by
-hand; its last result stands in docs/formats.md. Called by nobody.
+hidden rows, Markov bias and confidence, in fp32. Then the reference saves what it loaded, and we read that. Neither
+package is needed by anything else here, so this is run by hand; its last result stands in docs/formats.md.
 """
 
 import dataclasses
