@@ -43,8 +43,8 @@ class Fit:
     requests: int
     steps: int
     raw: Quality  # the signal as the drafter says it
-    fresh: Quality  # with the temperatures of the other half
-    served: Quality  # and corrected by outcomes while serving
+    file: Quality  # with the temperatures of the other half
+    fresh: Quality  # as served: corrected by outcomes as well
     lagged_raw: Quality  # foretold by the step before, without temperatures
     lagged: Quality  # with them
     panel: ReliabilityPanel
@@ -118,7 +118,7 @@ def fit(trace: DraftTrace, temperature: float) -> Fit:
     held_out = half_of(len(trace.completions))[trace.request_np]
     scale_np = _scale_of(trace.rows(~held_out))
     raw = replay(trace, learns=False).fresh_np
-    fresh = replay(trace, scale_np, learns=False).fresh_np
+    file = replay(trace, scale_np, learns=False).fresh_np
     # Learning goes on over all requests, as it does in service: a step is foretold before it teaches.
     without, served = replay(trace), replay(trace, scale_np)
     own = trace.known_np & held_out[:, None]
@@ -128,7 +128,7 @@ def fit(trace: DraftTrace, temperature: float) -> Fit:
         return quality(survival_np, trace.survived_np, counts_np)
 
     name = CLASSES[temperature > 0]
-    series = {"as drafted": raw, "calibrated": fresh, "lagged": served.lagged_np}
+    series = {"as drafted": raw, "calibrated": file, "lagged": served.lagged_np}
     return Fit(
         signal=trace.signal,
         name=name,
@@ -137,8 +137,8 @@ def fit(trace: DraftTrace, temperature: float) -> Fit:
         requests=len(trace.completions),
         steps=len(trace),
         raw=judged(raw, own),
-        fresh=judged(fresh, own),
-        served=judged(served.fresh_np, own),
+        file=judged(file, own),
+        fresh=judged(served.fresh_np, own),
         lagged_raw=judged(without.lagged_np, lagged),
         lagged=judged(served.lagged_np, lagged),
         panel=ReliabilityPanel(
@@ -184,12 +184,12 @@ def _brought(one: Fit) -> dict[str, Any]:
         "requests": one.requests,
         "num_samples": one.steps,
         "ece_before": _short(one.raw.ece),
-        "ece_after": _short(one.fresh.ece),
-        "ece_noise": _short(one.fresh.ece_noise),
+        "ece_after": _short(one.file.ece),
+        "ece_noise": _short(one.file.ece_noise),
         "auroc_before": _short(one.raw.auroc),
-        "auroc_after": _short(one.fresh.auroc),
+        "auroc_after": _short(one.file.auroc),
         "brier_before": _short(one.raw.brier),
-        "brier_after": _short(one.fresh.brier),
+        "brier_after": _short(one.file.brier),
         "lagged_ece_before": _short(one.lagged_raw.ece),
         "lagged_ece_after": _short(one.lagged.ece),
     }
@@ -231,23 +231,21 @@ def as_dict(one: Fit) -> dict[str, Any]:
 
 
 def summary(one: Fit) -> str:
-    return (
-        f"{one.signal}, {one.name}: {one.steps} steps of {one.requests} requests; calibration error "
-        f"{_percent(one.raw.ece)} -> {_percent(one.fresh.ece)}, foretold by the last step {_percent(one.lagged.ece)}"
-    )
+    temperatures = " ".join(f"{value:.2f}" for value in one.temperatures)
+    return f"{one.signal}, {one.name}: {one.steps} steps of {one.requests} requests; temperatures {temperatures}"
 
 
 def fits_table(fits: Sequence[Fit]) -> Table:
-    """Held-out figures by signal and class."""
-    table = Table(title="survival on requests that were not fitted on", title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("signal", "class", "steps", "ECE", "->", "served", "lagged", "noise", "AUROC", "->", "temperatures"):
-        table.add_column(column, justify="left" if column in ("signal", "class", "temperatures") else "right")
+    """Held-out figures by signal and class; the columns are those of `evaluate`."""
+    title = "expected calibration error of survival, on requests that were not fitted on"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("signal", "class", "steps", "raw", "file", "fresh", "lagged", "noise", "AUROC", "with file"):
+        table.add_column(column, justify="left" if column in ("signal", "class") else "right")
     for one in fits:
         table.add_row(
             one.signal, one.name, str(one.steps),
-            *(_percent(part.ece) for part in (one.raw, one.fresh, one.served, one.lagged)),
-            _percent(one.fresh.ece_noise), _decimal(one.raw.auroc), _decimal(one.fresh.auroc),
-            " ".join(f"{value:.2f}" for value in one.temperatures),
+            *(_percent(part.ece) for part in (one.raw, one.file, one.fresh, one.lagged)),
+            _percent(one.file.ece_noise), _decimal(one.raw.auroc), _decimal(one.file.auroc),
         )  # fmt: skip
     return table
 

@@ -65,7 +65,7 @@ def test_the_file_is_beside_the_drafter_and_the_engine_takes_it(run, pair):
         about = table.about[fit["signal"], fit["name"]]
         assert fit["temperatures"] == list(table.temperatures[fit["signal"], fit["name"]])
         assert about["ece_before"] == pytest.approx(fit["raw"]["ece"], abs=1e-5)
-        assert about["ece_after"] == pytest.approx(fit["fresh"]["ece"], abs=1e-5)
+        assert about["ece_after"] == pytest.approx(fit["file"]["ece"], abs=1e-5)
         assert about["prompts"] == ["questions"]
         assert about["num_speculative_tokens"] == S
         assert about["temperature"] == (1.0 if fit["name"] == "sampled" else 0.0)
@@ -97,13 +97,13 @@ def test_figures_are_of_the_half_that_was_not_fitted_on(run, pair):
     assert fit["temperatures"] == list(fitted(trace))
     kept = trace.rows(out_np)
     logit = np.log(kept.signal_np.astype(np.float64) / (1 - kept.signal_np.astype(np.float64)))
-    for name, temperatures in (("raw", np.ones(S)), ("fresh", np.array(fitted(trace.rows(~out_np))))):
+    for name, temperatures in (("raw", np.ones(S)), ("file", np.array(fitted(trace.rows(~out_np))))):
         survival = np.cumprod(1 / (1 + np.exp(-logit / temperatures)), axis=1)
         by_hand = quality(survival, kept.survived_np, kept.known_np)
         assert fit[name]["ece"] == pytest.approx(by_hand.ece, abs=1e-6)
         assert fit[name]["auroc"] == pytest.approx(by_hand.auroc, abs=1e-6)
         assert fit[name]["num"] == by_hand.num
-    assert 0 < fit["lagged"]["num"] < fit["fresh"]["num"], "first steps have none before them"
+    assert 0 < fit["lagged"]["num"] < fit["file"]["num"], "first steps have none before them"
 
 
 def test_the_n_gram_drafter_has_its_running_acceptance_calibrated(run, pair, tmp_path):
