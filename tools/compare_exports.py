@@ -1,6 +1,6 @@
-"""Exported drafters in the hands of the packages that define the formats: z-lab's `dflash` and `speculators`.
+"""Our files in the hands of the packages that define the formats: z-lab's `dflash`, `speculators` and `specforge`.
 
-    pip install --target /tmp/reference --no-deps dflash==0.1.0 speculators==0.9.0 hs-connectors ...
+    pip install --target /tmp/reference --no-deps dflash==0.1.0 speculators==0.9.0 specforge==0.2.0 hs-connectors ...
     PYTHONPATH=/tmp/reference:. python tools/compare_exports.py
 
 Writes small random drafters, exports them, lets the reference load the folder and compares one block over one context:
@@ -19,6 +19,7 @@ from torch import Tensor
 from slipstream.models.block_attend import DenseBlockAttend
 from slipstream.models.checkpoint import DrafterSpec
 from slipstream.models.decoder import Decoder
+from slipstream.models.dialect_configs import layer_fields
 from slipstream.models.drafters import BlockDrafter, load_drafter, save_drafter
 from slipstream.models.export import ExportTarget, export_drafter
 from slipstream.models.spec import FULL, SLIDING, RopeSpec
@@ -93,6 +94,35 @@ def speculators(folder: Path, again: Path, embeds: Tensor, features: Tensor, pre
     return [hidden, bias, model.confidence_head(inputs).reshape(previous.shape)]
 
 
+@torch.no_grad()
+def specforge(folder: Path, kind: str, embeds: Tensor, features: Tensor, previous: Tensor) -> list[Tensor]:
+    """A random DSpark of SpecForge's, saved to the folder: it writes a dialect that we only read."""
+    from specforge.modeling.draft.dspark import DSparkDraftModel  # type: ignore[import-not-found]
+    from transformers import Qwen3Config
+
+    config = Qwen3Config(
+        **layer_fields(dataclasses.replace(SPEC, vocab_size=64)), architectures=["DSparkDraftModel"], block_size=5,
+        num_target_layers=4, attn_implementation="eager", dflash_config={
+            "target_layer_ids": [0, 2], "mask_token_id": 3, "markov_rank": 6, "markov_head_type": kind,
+            "confidence_head_alpha": 1.0, "confidence_head_with_markov": True,
+        },
+    )  # fmt: skip
+    model = DSparkDraftModel(config).float().eval()
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn(parameter.shape) * 0.3 + (1.0 if parameter.ndim == 1 else 0.0))
+    model.save_pretrained(folder)
+    positions = torch.arange(CONTEXT + embeds.shape[1])[None]
+    hidden = model(position_ids=positions, noise_embedding=embeds, target_hidden=features[None])
+    zeros = torch.zeros(*previous.shape, 64)
+    bias = model.apply_logits_head(zeros, prev_token_ids=previous, hidden_states=hidden)
+    return [hidden, bias, model.predict_confidence(hidden, prev_token_ids=previous)]
+
+
+def largest_difference(got: list[Tensor], want: list[Tensor]) -> float:
+    """Of each kind of value, relative to the largest of its kind."""
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True))
+
+
 def main() -> None:
     torch.manual_seed(0)
     features, previous = torch.randn(CONTEXT, 64), torch.tensor([[11, 5, 6, 7, 8]])
@@ -114,11 +144,16 @@ def main() -> None:
                 got = z_labs(out, theirs, embeds, features)
             else:
                 got = speculators(out, theirs, embeds, features, previous)
-            worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True))
+            worst = largest_difference(got, want)
             read = ours(load_drafter(theirs, target), features, block, previous)
             same = all(torch.equal(a, b) for a, b in zip(read, want, strict=True))
             print(f"{dialect}: largest difference {worst:.1e} of the largest value, saved by them and read by us "
                   f"{'the same' if same else 'DIFFERS'}; {changes or 'plain'}")  # fmt: skip
+
+        for kind in ("vanilla", "gated", "rnn"):
+            got = specforge(root / kind, kind, target.embed(block), features, previous)
+            want = ours(load_drafter(root / kind, target), features, block, previous)
+            print(f"specforge, {kind}: largest difference {largest_difference(got, want):.1e} of the largest value")
 
 
 if __name__ == "__main__":

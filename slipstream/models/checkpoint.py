@@ -216,7 +216,8 @@ def spec_from_config(config: Mapping[str, Any], layout: str | None = None) -> Dr
     num_heads = body.count("num_attention_heads", minimum=1)
     draft_vocab_size = get.optional_count("draft_vocab_size")
     markov_rank = get.count("markov_rank", minimum=0, default=256 if kind == "dspark" else 0)
-    confidence = get.flag("enable_confidence_head", default=kind == "dspark")
+    has_weight = get.number("confidence_head_alpha", default=0.0) > 0  # in the loss: SpecForge's way of saying it
+    confidence = get.flag("enable_confidence_head", default=kind == "dspark" or has_weight)
     layer_types, window = _windows(config, body, num_layers)
     return DrafterSpec(
         algorithm="dspark" if markov_rank or confidence else "dflash",

@@ -30,7 +30,7 @@ def config_from_spec(spec: DrafterSpec) -> dict[str, Any]:
         **({"dflash_config": taps} if z_lab else taps),
         "num_target_layers": spec.num_target_layers,
         "target_hidden_size": spec.target_hidden_size,
-        **_body(spec),
+        **layer_fields(spec),
         "draft_vocab_size": spec.num_draft_logits,
         "tie_word_embeddings": False,
         **({} if z_lab else _heads(spec)),
@@ -53,7 +53,7 @@ def z_lab_config(spec: DrafterSpec) -> dict[str, Any]:
         "block_size": spec.block_size,
         "dflash_config": {"mask_token_id": spec.mask_token_id, "target_layer_ids": list(spec.target_layer_ids)},
         "num_target_layers": spec.num_target_layers,
-        **_body(spec),
+        **layer_fields(spec),
         "tie_word_embeddings": False,
     }
 
@@ -73,7 +73,7 @@ def deepspec_config(spec: DrafterSpec) -> dict[str, Any]:
         "target_layer_ids": list(spec.target_layer_ids),
         "num_target_layers": spec.num_target_layers,
         "num_anchors": 512,  # of training, but DeepSpec's model does not start without it
-        **_body(spec),
+        **layer_fields(spec),
         "tie_word_embeddings": False,
         **_heads(spec),
     }
@@ -100,7 +100,7 @@ def speculators_config(spec: DrafterSpec, target_name: str, target_class: str) -
         "target_hidden_size": spec.target_hidden_size if other_width else None,
         "sliding_window_non_causal": False,
         **({"confidence_head_with_markov": False, **_heads(spec)} if kind == "dspark" else {}),
-        "transformer_layer_config": {"model_type": "qwen3", **_body(spec), "tie_word_embeddings": False},
+        "transformer_layer_config": {"model_type": "qwen3", **layer_fields(spec), "tie_word_embeddings": False},
         "speculators_config": {
             "algorithm": kind,
             "default_proposal_method": "greedy",
@@ -145,7 +145,7 @@ def _refuse_last_layer(spec: DrafterSpec, dialect: str) -> None:
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def _body(spec: DrafterSpec) -> dict[str, Any]:
+def layer_fields(spec: DrafterSpec) -> dict[str, Any]:
     """The layers, as a Qwen3 config says them."""
     return {
         "num_hidden_layers": spec.num_layers,

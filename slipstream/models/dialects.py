@@ -65,9 +65,11 @@ CAUSAL_KEYS = ("is_causal", "causal")
 _NESTED_KEYS = frozenset((
     "block_size", *MASK_ID_KEYS, MASK_TEXT_KEY, "target_layer_ids", "num_target_layers", "target_hidden_size",
     *CAUSAL_KEYS, "use_swa", "swa_window_size", "is_neox_style", "projector_type", "markov_rank", "markov_head_type",
-    "enable_confidence_head", "confidence_head_with_markov", "num_anchors", *LAYOUT_FLAGS,
+    "enable_confidence_head", "confidence_head_with_markov", "attention_mode", *LAYOUT_FLAGS,
+    # Of training; confidence_head_alpha above 0 also says that there is a head.
+    "num_anchors", "ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha", "loss_decay_gamma",
 ))  # fmt: skip
-_TOP_KEYS = _NESTED_KEYS - {"use_swa", "swa_window_size", "is_neox_style", "projector_type"} | frozenset((
+_TOP_KEYS = _NESTED_KEYS - {"use_swa", "swa_window_size", "is_neox_style", "projector_type", "attention_mode"} | frozenset((
     "architectures", "dflash_config", "speculative_tokens", "draft_vocab_size", "vocab_size", "hidden_size",
     "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
     "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "max_position_embeddings",
@@ -79,9 +81,9 @@ _TOP_KEYS = _NESTED_KEYS - {"use_swa", "swa_window_size", "is_neox_style", "proj
     "use_cache", "attention_dropout", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id",
     "tie_word_embeddings", "_name_or_path", "name_or_path", "target_model_type", "return_dict", "id2label", "label2id",
     "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "problem_type", "is_encoder_decoder",
-    "pretraining_tp", "tokenizer_class", "_attn_implementation", "attn_implementation", "ce_loss_alpha",
-    "l1_loss_alpha", "confidence_head_alpha", "loss_decay_gamma", "max_length", "num_beams", "num_beam_groups",
-    "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "num_return_sequences",
+    "pretraining_tp", "tokenizer_class", "_attn_implementation", "attn_implementation", "max_length", "num_beams",
+    "num_beam_groups", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
+    "num_return_sequences",
 ))  # fmt: skip
 _SCALES = ("attention_value_scale", "input_embedding_scale", "output_multiplier", "logit_scale")  # 1 has no effect
 # Part of a tensor's name -> the network that has such a tensor.
@@ -167,6 +169,8 @@ def refuse_other_networks(config: Mapping[str, Any]) -> None:
                 "remove it from config.json if it does not",
             )
     need(nested.get("is_neox_style") is not False, "dflash_config.is_neox_style=false is not supported (RoPE in pairs)")
+    mode = nested.get("attention_mode")  # what the head counts say as well
+    need(mode in (None, "gqa", "mha"), f"dflash_config.attention_mode {mode!r} is not supported, only gqa and mha")
     act = (body if kind else config).get("hidden_act") or "silu"
     need(act == "silu", f"hidden_act {act!r} is not supported, only silu")
 

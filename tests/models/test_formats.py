@@ -21,7 +21,7 @@ from slipstream.models.export import ExportTarget, export_drafter
 from slipstream.models.inspect import describe
 from slipstream.models.spec import FULL, SLIDING, DecoderSpec, RopeSpec
 from tests.models.folders import configure, drafts, edit, rename, shard, write_target
-from tests.models.test_checkpoint import DEEPSPEC, SPECULATORS, TAPS, Z_LAB
+from tests.models.test_checkpoint import DEEPSPEC, SPECFORGE, SPECULATORS, TAPS, Z_LAB
 
 Make = Callable[..., DrafterSpec]
 KEPT = torch.tensor([0, 3, 4, 9, 17, 20, 33, 41, 42, 63])  # draft ids 0..9 as target ids
@@ -492,6 +492,17 @@ def test_the_mask_id_under_any_of_its_names(key: str) -> None:
     assert spec_from_config(Z_LAB | {"dflash_config": nested}).mask_token_id == 77
     flat = {name: value for name, value in DEEPSPEC.items() if name != "mask_token_id"}
     assert spec_from_config(flat | {key: 77}).mask_token_id == 77
+
+
+def test_specforge_says_its_heads_in_other_words() -> None:
+    """It always writes attention_mode, and a weight in the loss may be all that tells of a confidence head."""
+    nested = SPECFORGE["dflash_config"] | {"attention_mode": "gqa", "confidence_head_alpha": 1.0, "l1_loss_alpha": 0.9}
+    del nested["enable_confidence_head"]
+    assert spec_from_config(SPECFORGE | {"dflash_config": nested}) == spec_from_config(SPECFORGE)
+    nested |= {"confidence_head_alpha": 0.0, "confidence_head_with_markov": False}
+    assert not spec_from_config(SPECFORGE | {"dflash_config": nested}).confidence_head
+    with pytest.raises(CheckpointError, match="attention_mode 'mla' is not supported"):
+        spec_from_config(SPECFORGE | {"dflash_config": nested | {"attention_mode": "mla"}})
 
 
 def test_rope_by_layer_type_is_read_where_one_type_is_used() -> None:
