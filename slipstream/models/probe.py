@@ -107,7 +107,8 @@ def _greedy_answer(
     """Prompt and answer [L], L at most `limit`, and the features [L - 1, K * H] of all but the last token."""
     device, deadline = target.head_weight.device, time.monotonic() + seconds
     tokens = torch.tensor(list(prompt_ids), device=device)
-    attend, features, given = _GrowingAttend(target.spec), [], tokens
+    attend, given = _GrowingAttend(target.spec), tokens
+    features: list[Tensor] = []
     while len(tokens) < limit and (not features or time.monotonic() < deadline):
         positions = torch.arange(len(tokens) - len(given), len(tokens), device=device)
         hidden, tapped = target(given, positions, attend, taps)

@@ -121,6 +121,21 @@ def test_the_dialects_of_one_network_draft_the_same(
         assert_same_drafts(one, mine)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_targets_table_is_written_twice(
+    drafter_spec: Make, target_spec: DecoderSpec, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """Its files hold one table, a DeepSpec folder two equal ones; both are recognised as the target's."""
+    target = write_target(tmp_path / "tied", target_spec, dtype)
+    mine = save(tmp_path / "mine", drafter_spec(**DSPARK), target)
+    export_drafter(tmp_path / "mine", tmp_path / "out", "deepspec", ExportTarget.at(tmp_path / "tied"))
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(tensors["embed_tokens.weight"], tensors["lm_head.weight"])
+    theirs = load_drafter(tmp_path / "out", target)
+    assert (theirs.spec.own_embedding, theirs.spec.own_head) == (False, False)
+    assert_same_drafts(mine, theirs)
+
+
 def test_a_z_lab_folder_is_what_z_lab_writes(
     drafter_spec: Make, target: Decoder, target_folder: Path, tmp_path: Path
 ) -> None:
