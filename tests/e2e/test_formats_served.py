@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from slipstream import LLM, SamplingParams, SpeculativeConfig
 from slipstream.cli import main
 from slipstream.errors import ConfigError
 from slipstream.llm import load_models
 from slipstream.models.drafters import BlockDrafter, load_drafter, save_drafter
-from slipstream.models.locate import TARGETS, built_in_drafters
+from slipstream.models.export import ExportTarget, export_drafter
+from slipstream.models.locate import TARGETS, built_in_drafters, resolve_target
 from slipstream.models.probe import LayoutAgreement
 from slipstream.models.tokenizer import Tokenizer
 from slipstream.models.weights import load_decoder
@@ -188,3 +190,20 @@ def test_the_shipped_drafters_are_told_apart(name: str, tmp_path: Path, caplog: 
     wrong = load_models(target, str(tmp_path / name), layout=other)
     assert (note(wrong.notes, "layout_probe") or [""])[0] == "contradicts"
     assert f"set draft_layout to {right.network.spec.layout}" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", sorted(built_in_drafters()))
+def test_the_shipped_drafters_go_to_speculators(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Their reduced head is cut from the GGUF target, in bf16; read back it is the target's, whatever that is held in."""
+    path = resolve_target("smollm2-135m")
+    export_drafter(built_in_drafters()[name], tmp_path / name, "speculators", ExportTarget.at(path))
+    target = load_decoder(path, dtype)
+    mine, theirs = load_drafter(built_in_drafters()[name], target), load_drafter(tmp_path / name, target)
+    assert "lm_head.weight" in load_file(tmp_path / name / "model.safetensors")
+    assert not theirs.spec.own_head
+    assert theirs.state_dict().keys() == mine.state_dict().keys()
+    assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in mine.state_dict().items())
+    assert torch.equal(mine.draft_token_ids, theirs.draft_token_ids)
+    assert torch.equal(mine.head_weight, theirs.head_weight)
