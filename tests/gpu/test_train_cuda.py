@@ -15,7 +15,11 @@ from slipstream.train.data import draw_blocks, pack
 from slipstream.train.options import Recipe, TrainOptions
 from slipstream.train.trainer import Trainer
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # torch's compiler recommends TF32 for products that are fp32 on purpose.
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
 
 
 def answers(count: int = 160) -> AnswerSet:
