@@ -32,9 +32,11 @@ def train(
 ) -> None:
     """Train a drafter for a target, from answers that the target itself gives."""
     from slipstream.train.options import TrainOptions
+    from slipstream.train.presets import with_preset
 
     given = {name: value for name, value in locals().items() if name in field_names(TrainOptions)}
-    options = build(TrainOptions, merge({**given, "target": model}, config, {"target": DEFAULT_MODEL}), "train")
+    values = merge({**given, "target": model}, config, {"target": DEFAULT_MODEL})
+    options = build(TrainOptions, with_preset(values), "train")
     from slipstream.train.run import train as run
 
     run(options, screen(as_json))

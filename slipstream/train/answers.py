@@ -58,9 +58,6 @@ class SlotGenerator:
     ) -> None:
         spec, table = decoder.spec, decoder.embed_tokens.weight
         device = table.device
-        assert all(spec.window(layer) is None for layer in range(spec.num_layers)), (
-            "sliding windows are not generated with"
-        )
         self.decoder, self.num_slots, self.max_length = decoder, num_slots, max_length
         self.group = spec.num_heads // spec.num_kv_heads  # G
         self.eos = torch.tensor(spec.eos_token_ids or (-1,), device=device)
@@ -76,7 +73,9 @@ class SlotGenerator:
         self.done = torch.ones(num_slots, dtype=torch.bool, device=device)  # [N] also: idle
         self.slots = torch.arange(num_slots, device=device)
         self.steps = torch.arange(max_length, device=device)
-        self.flash = device.type == "cuda"  # the masked form reads all of the cache in every step
+        # The masked form reads all of the cache in every step; layers with a sliding window have no other.
+        self.flash = device.type == "cuda"
+        self.windows = {spec.window(layer) for layer in range(spec.num_layers)}
         use_graph = device.type == "cuda" if graph is None else graph
         self.advance: Callable[[], None] = self._captured() if use_graph else self._step
 
@@ -117,19 +116,24 @@ class SlotGenerator:
 
     def _attend(self, position: Tensor) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
         """An Attend over the slots' caches."""
-        over_cache = self._flash(position) if self.flash else self._dense(position)
+        over_cache = {
+            window: self._flash(position) if self.flash and window is None else self._dense(position, window)
+            for window in self.windows
+        }
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self.keys[layer], self.values[layer]
             keys[self.slots, position] = k
             values[self.slots, position] = v
-            return over_cache(q, keys, values).reshape(self.num_slots, -1)
+            return over_cache[self.decoder.spec.window(layer)](q, keys, values).reshape(self.num_slots, -1)
 
         return attend
 
-    def _dense(self, position: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def _dense(self, position: Tensor, window: int | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """Masked attention; the query heads of a KV head stand in for query rows, so that nothing is repeated."""
         unseen = self.steps > position[:, None]
+        if window is not None:
+            unseen = unseen | (self.steps <= position[:, None] - window)
         bias = torch.zeros(unseen.shape, dtype=self.keys.dtype, device=unseen.device).masked_fill_(
             unseen, float("-inf")
         )

@@ -148,16 +148,26 @@ def anchor_candidates(rows: PackedRows) -> Tensor:
     return rows.scored & follows
 
 
-def draw_blocks(rows: PackedRows, lengths: Sequence[int], seed: int) -> Blocks:
+def scored_candidates(rows: PackedRows, block_size: int) -> Tensor:
+    """[B, T] the same by the rule of speculators: scored, the last `block_size` columns of each packed row left out.
+
+    An answer's last token may be an anchor then; nothing of its block counts.
+    """
+    columns = torch.arange(rows.scored.shape[1], device=rows.scored.device)
+    return rows.scored & (columns < rows.scored.shape[1] - block_size)
+
+
+def draw_blocks(rows: PackedRows, lengths: Sequence[int], seed: int, candidates: Tensor | None = None) -> Blocks:
     """Anchors drawn uniformly without replacement, ascending within each packed row (near blocks read near context).
 
-    Which length an anchor's block has is random too: the lengths are dealt out anew with `seed`.
+    candidates [B, T]: columns that may be anchors, `anchor_candidates` if not given. Which length an anchor's block has
+    is random too: the lengths are dealt out anew with `seed`.
     """
     device = rows.token_ids.device
     rng = torch.Generator(device).manual_seed(seed)
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist()
     block_of_row, offsets = block_rows([lengths[index] for index in order], device)
-    candidates = anchor_candidates(rows)
+    candidates = anchor_candidates(rows) if candidates is None else candidates
     score = torch.rand(candidates.shape, generator=rng, device=device).masked_fill_(~candidates, -1.0)
     count = min(len(lengths), score.shape[1])
     best, columns = score.topk(count, dim=1)

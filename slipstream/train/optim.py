@@ -1,4 +1,4 @@
-"""Mixed precision and the optimiser: fp32 masters behind a bf16 network; Muon for the body's matrices, Adam otherwise.
+"""Mixed precision and the optimiser: fp32 masters behind a bf16 network; Muon for the body's matrices, AdamW otherwise.
 
 Muon (Jordan et al., 2024) moves a matrix along its momentum made orthogonal by a Newton-Schulz iteration; the factor
 0.2 sqrt(max(rows, columns)) gives its update the RMS of Adam's (Liu et al., arXiv 2502.16982). Packed matrices are
@@ -48,7 +48,8 @@ class MasterOptimizer:
             for name, module in network.named_modules()
             if isinstance(module, PackedLinear)
         }
-        self.muon = [name for name in self.parts if name.startswith(BODY) and name in self.parameters]
+        body = [name for name in self.parts if name.startswith(BODY) and name in self.parameters]
+        self.muon = body if options.method == "muon" else []
         self.adam = [name for name in self.parameters if name not in self.muon]
         self.first = {name: torch.zeros_like(master) for name, master in self.masters.items()}
         self.second = {name: torch.zeros_like(self.masters[name]) for name in self.adam}
@@ -70,10 +71,18 @@ class MasterOptimizer:
             factor = (self.options.clip / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(list(grads.values()), factor)
         self.steps += 1
-        self._step_muon({name: grads[name] for name in self.muon if name in grads}, self.options.muon_lr * scale)
-        self._step_adam([name for name in self.adam if name in grads], grads, self.options.adam_lr * scale)
+        muon, adam = ([name for name in names if name in grads] for names in (self.muon, self.adam))
+        self._decay(muon, self.options.muon_lr * scale)
+        self._decay(adam, self.options.adam_lr * scale)
+        self._step_muon({name: grads[name] for name in muon}, self.options.muon_lr * scale)
+        self._step_adam(adam, grads, self.options.adam_lr * scale)
         torch._foreach_copy_(list(self.parameters.values()), list(self.masters.values()))
         return norm
+
+    def _decay(self, names: list[str], lr: float) -> None:
+        matrices = [self.masters[name] for name in names if self.masters[name].ndim > 1]
+        if self.options.weight_decay and matrices:
+            torch._foreach_mul_(matrices, 1 - lr * self.options.weight_decay)
 
     def _step_muon(self, grads: Mapping[str, Tensor], lr: float) -> None:
         """Matrices of one shape are made orthogonal together: alone, they are too small to keep a GPU busy."""

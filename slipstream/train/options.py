@@ -6,34 +6,98 @@ of both.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from slipstream.errors import ConfigError
+
+Label = Literal["data", "teacher"]
+RowWeights = Literal["exponential", "dpace"]
+Normaliser = Literal["weights", "rows"]
+Method = Literal["muon", "adamw"]
+Schedule = Literal["linear", "cosine"]
+Anchors = Literal["next_scored", "scored"]
+
+
+def _choose(name: str, value: object, choices: object) -> None:
+    if value not in get_args(choices):
+        raise ConfigError(f"{name} is {value!r}; choose {' or '.join(get_args(choices))}")
+
+
+def _at_least(least: float, **values: float) -> None:
+    for name, value in values.items():
+        if not value >= least:
+            raise ConfigError(f"{name} is {value}; it must be at least {least:g}")
+
+
+def _above_zero(**values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise ConfigError(f"{name} is {value}; it must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossOptions:
-    """What is minimised. The defaults are DSpark's; `DATA_CE` is the plain DFlash recipe."""
+    """What is minimised: the weight of each term, and which rows count how much. The defaults are DSpark's."""
 
-    ce: float = 0.1  # weight of the cross entropy with the data token
-    l1: float = 0.9  # weight of the full L1 to the teacher; 0.9 here is 1.8 of a total variation
-    confidence: float = 1.0  # weight of the confidence term, if the drafter has the head
-    gamma: float = 4.0  # decay of row weights, in drafts
+    ce: float = 0.1  # cross entropy with the label
+    l1: float = 0.9  # full L1 to the teacher
+    tv: float = 0.0  # total variation, which is half of l1 and the same term: 1.8 here is 0.9 there; give one of them
+    kl: float = 0.0  # divergence from the teacher to the drafter
+    confidence: float = 1.0  # of the confidence head against the row's overlap; 0: a drafter without the head
+    label: Label = "data"  # of ce: the answer's own token, or the teacher's most probable one
+    weights: RowWeights = "exponential"  # of rows; dpace: by how likely the labels before and after are, for ce alone
+    gamma: float = 4.0  # decay of exponential weights, in drafts
+    alpha: float = 0.5  # smoothing of dpace weights, above 0 to 1 (all rows as if sure)
+    normalise: Normaliser = "weights"  # what sums over rows are divided by: their weights, or how many count
     cumulative_mask: bool = True  # a row counts only if all labels before it in its block count; False: its own alone
 
+    def __post_init__(self) -> None:
+        _choose("losses.label", self.label, Label)
+        _choose("losses.weights", self.weights, RowWeights)
+        _choose("losses.normalise", self.normalise, Normaliser)
+        terms = {name: getattr(self, name) for name in ("ce", "l1", "tv", "kl", "confidence")}
+        for name, weight in terms.items():
+            _at_least(0, **{f"losses.{name}": weight})
+        _above_zero(**{"losses.gamma": self.gamma, "losses.alpha": self.alpha})
+        if self.alpha > 1:
+            raise ConfigError(f"losses.alpha is {self.alpha}; it must be at most 1")
+        if self.l1 and self.tv:
+            raise ConfigError(
+                f"losses.tv is {self.tv} and losses.l1 {self.l1}, but tv is half of l1: one term; set one of them to 0"
+            )
+        if not self.ce + self.distribution:
+            raise ConfigError("losses: ce, l1, tv and kl are all 0; give one of them a weight")
+        if self.weights == "dpace" and self.distribution + self.confidence:
+            others = ", ".join(name for name, weight in terms.items() if weight and name != "ce")
+            raise ConfigError(f"losses.weights is 'dpace', which weighs cross entropy only; set {others} to 0")
 
-DATA_CE = LossOptions(ce=1.0, l1=0.0, confidence=0.0, gamma=7.0, cumulative_mask=False)
+    @property
+    def full_l1(self) -> float:
+        """The weight of the full L1, by whichever name it was given."""
+        return self.l1 + self.tv / 2
+
+    @property
+    def distribution(self) -> float:
+        """Above 0 if a term compares whole distributions."""
+        return self.full_l1 + self.kl
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimOptions:
     """Rates at the top of the schedule."""
 
+    method: Method = "muon"  # of the body's matrices; everything else is moved by AdamW in both
     muon_lr: float = 4e-3  # times 0.2 sqrt(max(rows, columns))
     adam_lr: float = 2e-3
     momentum: float = 0.95  # Muon's, Nesterov
-    betas: tuple[float, float] = (0.9, 0.98)  # Adam's
+    betas: tuple[float, float] = (0.9, 0.98)  # AdamW's
+    weight_decay: float = 0.0  # of matrices, times their rate
     clip: float = 1.0  # norm of all gradients; 0: off
+
+    def __post_init__(self) -> None:
+        _choose("optim.method", self.method, Method)
+        for name in ("muon_lr", "adam_lr", "weight_decay", "clip"):
+            _at_least(0, **{f"optim.{name}": getattr(self, name)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,23 +106,32 @@ class Recipe:
 
     losses: LossOptions = field(default_factory=LossOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
-    schedule: Literal["linear", "cosine"] = "linear"  # decay to 0 after the warm-up
+    schedule: Schedule = "linear"  # decay to 0 after the warm-up
     warmup: float = 0.02  # share of the run
     row_tokens: int = 1024  # T: tokens of a packed row of documents
     batch_rows: int = 16  # B: packed rows of a step
     block_rows: int = 2048  # Q: block rows per packed row, about; they are filled with whole blocks
+    anchors: Anchors = "next_scored"  # drawn where an answer goes on; scored: anywhere in it but at the row's very end
+    feature_noise: float = 0.0  # deviation of noise on the target's features, in each column's RMS
     short_block: int = 0  # rows of the shorter blocks that are mixed in; 0: all blocks have block_size rows
     short_share: float = 0.65  # share of block rows in shorter blocks
     target_layer_ids: tuple[int, ...] = ()  # taps; empty: five layers, evenly spaced from 1 to L - 3
     mask_token_id: int = 0  # an id that answers do not hold
     intermediate_size: int | None = None  # MLP width of the drafter; None: the target's
     graphs: bool = True  # replay compiled steps as CUDA graphs on a GPU
-    greedy_share: float = 0.55  # answers at T = 0; the others are drawn at T = 1
+    greedy_share: float = 0.55  # answers at T = 0; the others are drawn
+    sampled_temperature: float = 1.0  # of answers that are drawn
     mix: tuple[float, float, float] = (0.3, 0.35, 0.35)  # of self-made prompts: code, mathematics, chat
     max_new_tokens: int = 448  # of an answer
     max_length: int = 640  # prompt and answer
     num_slots: int = 2048  # answers generated side by side
     held_out: int = 128  # greedy answers kept for validation
+
+    def __post_init__(self) -> None:
+        _choose("recipe.schedule", self.schedule, Schedule)
+        _choose("recipe.anchors", self.anchors, Anchors)
+        _at_least(0, **{"recipe.feature_noise": self.feature_noise})
+        _above_zero(**{"recipe.sampled_temperature": self.sampled_temperature})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -129,18 +129,20 @@ def generate_answers(
     num_tokens: int,
     max_new_tokens: int,
     greedy_share: float,
+    sampled_temperature: float,
     mix: Sequence[float],
     seed: int,
     on_tokens: Callable[[int], None] | None = None,
 ) -> AnswerSet:
-    """Answers of `num_tokens` tokens or a little more: to given prompts, greedily and at T = 1, and to self-made ones.
+    """Answers of `num_tokens` tokens or a little more: to given prompts, greedily and drawn, and to self-made ones.
 
     The given prompts make at most about half of the tokens; of the self-made ones `greedy_share` are answered greedily.
+    What is drawn is drawn at `sampled_temperature`.
     Fewer tokens come back only if the target hardly ever ends a user turn.
     """
     rng = random.Random(seed)
     typical = max(1, min(max_new_tokens, 240))  # answer tokens of one prompt, for sizing only
-    pairs = [(prompt, temperature) for prompt in prompts for temperature in (0.0, 1.0)]
+    pairs = [(prompt, temperature) for prompt in prompts for temperature in (0.0, sampled_temperature)]
     rng.shuffle(pairs)
     del pairs[num_tokens // (2 * typical) + 1 :]
     answers: list[Answer] = []
@@ -148,7 +150,7 @@ def generate_answers(
         missing = num_tokens - sum(len(answer.token_ids) for answer in answers)
         count = max(1, missing // typical - len(pairs))
         made = self_made_prompts(generator, tokenizer, int(count * 1.1) + 1, mix, MAX_ROUNDS * seed + attempt)
-        pairs += [(prompt, 0.0 if rng.random() < greedy_share else 1.0) for prompt in made]
+        pairs += [(prompt, 0.0 if rng.random() < greedy_share else sampled_temperature) for prompt in made]
         rng.shuffle(pairs)
         jobs = answer_jobs(tokenizer, pairs, max_length=generator.max_length, max_new_tokens=max_new_tokens)
         found = _until(generator, jobs, missing, on_tokens)

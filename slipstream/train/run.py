@@ -96,7 +96,8 @@ def _generate(options: TrainOptions, target: Decoder, tokenizer: Any, console: C
         task = progress.add_task("answers, slot steps", total=None)
         answers = generate_answers(
             generator, tokenizer, prompts[ranks.rank :: ranks.count], num_tokens=options.answer_tokens // ranks.count,
-            max_new_tokens=recipe.max_new_tokens, greedy_share=recipe.greedy_share, mix=recipe.mix, seed=seed,
+            max_new_tokens=recipe.max_new_tokens, greedy_share=recipe.greedy_share,
+            sampled_temperature=recipe.sampled_temperature, mix=recipe.mix, seed=seed,
             on_tokens=lambda count: progress.advance(task, count),
         )  # fmt: skip
     seconds = time.monotonic() - started

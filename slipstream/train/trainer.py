@@ -29,9 +29,27 @@ from slipstream.models.drafters import BlockDrafter, save_drafter
 from slipstream.models.spec import FULL
 from slipstream.train.answers import AnswerSet
 from slipstream.train.attend import Backend, Dense, Flex, PackedAttend, PackedBlockAttend, packed_block_mask
-from slipstream.train.data import BatchOrder, Blocks, PackedRows, draft_vocabulary, draw_blocks, pack
+from slipstream.train.data import (
+    BatchOrder,
+    Blocks,
+    PackedRows,
+    anchor_candidates,
+    draft_vocabulary,
+    draw_blocks,
+    pack,
+    scored_candidates,
+)
 from slipstream.train.logs import RunLog, progress_bar
-from slipstream.train.losses import RowLosses, decay, fused_rows, label_shift, row_mask, total_loss
+from slipstream.train.losses import (
+    RowLosses,
+    decay,
+    dpace,
+    fused_rows,
+    label_shift,
+    normaliser,
+    row_mask,
+    total_loss,
+)
 from slipstream.train.optim import MasterOptimizer
 from slipstream.train.options import TrainOptions
 from slipstream.train.parallel import ALONE, Ranks
@@ -43,12 +61,14 @@ CHECKPOINTS = 4  # in a run, the last one at its end
 VALIDATIONS = 8  # in a run
 VALIDATION_DRAFTS = 7
 SKIPPED_POSITIONS = 4  # first tokens of a document, whose features are far out of scale (attention sinks)
+NOISE_SEEDS = 1 << 40  # apart from the seeds of anchors
 SAMPLE_ROWS = 32  # packed rows that the feature scale is measured on
 
 
 def drafter_spec(options: TrainOptions, target: Decoder) -> DrafterSpec:
     """The drafter that `options` ask for: layers shaped like the target's, its embedding and head."""
     spec, recipe, dspark = target.spec, options.recipe, options.algorithm == "dspark"
+    confidence = dspark and recipe.losses.confidence > 0  # an untrained head would be believed
     depth = spec.num_layers
     taps = recipe.target_layer_ids or tuple(sorted({max(0, round(1 + i * (depth - 4) / 4)) for i in range(5)}))
     reduced = 0 < options.draft_vocab_size < spec.vocab_size
@@ -74,20 +94,19 @@ def drafter_spec(options: TrainOptions, target: Decoder) -> DrafterSpec:
         draft_vocab_size=options.draft_vocab_size if reduced else None,
         mask_token_id=recipe.mask_token_id,
         markov_rank=options.markov_rank if dspark else 0,
-        confidence_head=dspark,
-        confidence_with_markov=dspark and options.markov_rank > 0,
+        confidence_head=confidence,
+        confidence_with_markov=confidence and options.markov_rank > 0,
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTargets:
-    """What each block row is to predict, and how much it counts. Filled by `Trainer.targets`."""
+    """What each block row is to predict, and whether it counts. Filled by `Trainer.targets`."""
 
     previous: Tensor  # [B, Q] token before the predicted one, as the Markov head is taught
-    labels: Tensor  # [B, Q] draft ids, -1 outside the draft vocabulary
+    labels: Tensor  # [B, Q] draft ids of the data's tokens, -1 outside the draft vocabulary
     teacher: Tensor  # [B * Q] row of the teacher's table
     mask: Tensor  # [B, Q] bool, rows that count
-    weights: Tensor  # [B, Q] fp32, 0 where they do not
 
 
 class Trainer:
@@ -176,30 +195,49 @@ class Trainer:
     def train_step(self) -> dict[str, Tensor]:
         """Step `self.step`; returns the terms of its loss, this rank's share of each (they add up)."""
         if self.graphs:
-            torch.compiler.cudagraph_mark_step_begin()  # what the last step's graphs returned may be overwritten
+            # What the last step's graphs returned may be overwritten.
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         index = self.order.rows(self.step)
         rows = self.rows.take(torch.from_numpy(index).to(self.device))
-        blocks = draw_blocks(rows, self.lengths, seed=self.options.seed * 1_000_003 + self.step)
-        mine = self.ranks.share(len(index))
-        loss, terms = self.loss(rows.take(mine), blocks.take(mine))
+        seed = self.options.seed * 1_000_003 + self.step
+        blocks = draw_blocks(rows, self.lengths, seed, self._candidates(rows))
+        noise, mine = self._feature_noise(rows, seed), self.ranks.share(len(index))
+        loss, terms = self.loss(rows.take(mine), blocks.take(mine), None if noise is None else noise[mine])
         loss.backward()  # type: ignore[no-untyped-call]
         factor = schedule(self.progress, self.recipe.warmup, self.recipe.schedule)
         norm = self.optimizer.step(factor, self.ranks.add_up)
         self.step += 1
         return {"loss": loss.detach(), **terms, "norm": norm / self.ranks.count}
 
-    def loss(self, rows: PackedRows, blocks: Blocks) -> tuple[Tensor, dict[str, Tensor]]:
-        """These rows' share of the batch's loss, and of its terms: ce, l1, confidence, overlap and rows [block_size]."""
+    def _candidates(self, rows: PackedRows) -> Tensor:
+        """[B, T] columns that may be anchors."""
+        if self.recipe.anchors == "scored":
+            return scored_candidates(rows, self.options.block_size)
+        return anchor_candidates(rows)
+
+    def _feature_noise(self, rows: PackedRows, seed: int) -> Tensor | None:
+        """[B, T, K * H] to be added to the features of the whole batch, so that each rank sees its part of one draw."""
+        if not self.recipe.feature_noise:
+            return None
+        shape = (*rows.token_ids.shape, self.scale.shape[0])
+        rng = torch.Generator(self.device).manual_seed(seed + NOISE_SEEDS)
+        return torch.randn(shape, generator=rng, device=self.device) * (self.recipe.feature_noise / self.scale)
+
+    def loss(self, rows: PackedRows, blocks: Blocks, noise: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """These rows' share of the batch's loss, and of its terms: ce, l1, ..., overlap and rows [block_size]."""
         targets = self.targets(rows, blocks)
-        norm = targets.weights.sum()[None]
-        self.ranks.add_up([norm])
         hidden, features = self._look(rows, self.backend, self.run_target)
+        if noise is not None:
+            features = features + noise.flatten(0, 1).to(features.dtype)
         mask = packed_block_mask(rows, blocks, self.backend)
         parts = self.row_losses(
             rows.positions.flatten(), hidden, features, block_inputs(rows, blocks, self.spec.mask_token_id),
             block_positions(rows, blocks, self.spec.max_position_embeddings), mask, targets,
         )  # fmt: skip
-        loss, terms = total_loss(parts, targets.weights.flatten(), self.recipe.losses, norm[0])
+        weights = self.weights(targets.mask, blocks, parts.label_prob)
+        norm = normaliser(weights, targets.mask, self.recipe.losses)[None]
+        self.ranks.add_up([norm])
+        loss, terms = total_loss(parts, weights.flatten(), self.recipe.losses, norm[0])
         return loss, terms | self._by_place(parts.overlap.view_as(targets.mask), targets.mask, blocks)
 
     def targets(self, rows: PackedRows, blocks: Blocks) -> RowTargets:
@@ -214,15 +252,25 @@ class Trainer:
             labels=self.to_draft[rows.token_ids.gather(1, places.clamp(max=tokens - 1))],
             teacher=(first + before).flatten(),
             mask=mask,
-            weights=decay(blocks.offsets, self.spec.layout, self.recipe.losses.gamma) * mask,
         )
+
+    def weights(self, mask: Tensor, blocks: Blocks, label_prob: Tensor) -> Tensor:
+        """[B, Q] fp32, 0 outside the mask: how much each row counts."""
+        options = self.recipe.losses
+        if options.weights == "dpace":
+            return dpace(label_prob.view_as(mask), mask, blocks.offsets, options.alpha, self.options.block_size)
+        return decay(blocks.offsets, self.spec.layout, options.gamma) * mask
 
     def _row_losses(
         self, positions: Tensor, hidden: Tensor, features: Tensor, token_ids: Tensor, block_positions: Tensor,
         mask: Any, targets: RowTargets,
     ) -> RowLosses:  # fmt: skip
         """The drafter's part, from the target's hidden states and features [B * T, ...] to the losses of its rows."""
-        table = teacher_table(self.target.logits(hidden), self.kept if self.spec.draft_vocab_size else None)
+        teacher, options = self.target.logits(hidden), self.recipe.losses
+        table = teacher_table(teacher, self.kept if self.spec.draft_vocab_size else None)
+        labels = targets.labels.flatten()
+        if options.label == "teacher":
+            labels = self.to_draft[teacher.argmax(dim=-1)][targets.teacher]
         context = self.drafter.context_kv(features.float() * self.scale, positions)
         attend = PackedBlockAttend(context, mask, self.backend)
         drafted = self.drafter.hidden(self.drafter.embed(token_ids), block_positions, attend)  # [B, Q, H]
@@ -230,7 +278,7 @@ class Trainer:
         has_confidence = self.drafter.confidence_head is not None
         confidence = self.drafter.confidence(drafted, targets.previous).flatten() if has_confidence else None
         base = self.drafter.base_logits(drafted).flatten(0, 1)
-        return fused_rows(base, bias, table, targets.teacher, targets.labels.flatten(), confidence)
+        return fused_rows(base, bias, table, targets.teacher, labels, confidence, with_kl=options.kl > 0)
 
     def _markov_bias(self, previous: Tensor, drafted: Tensor) -> Tensor | None:
         """[B * Q, Vd]; a recurrent head runs over each block, so its blocks must be of one length."""

@@ -237,7 +237,8 @@ def test_given_and_self_made_prompts_are_answered(target: Decoder) -> None:
     generator = SlotGenerator(target, num_slots=16, max_length=100, seed=0)
     tokenizer = LetterTokenizer()
     found = generate_answers(
-        generator, tokenizer, prompts, num_tokens=600, max_new_tokens=24, greedy_share=0.5, mix=(1, 1, 1), seed=0
+        generator, tokenizer, prompts, num_tokens=600, max_new_tokens=24, greedy_share=0.5, sampled_temperature=0.75,
+        mix=(1, 1, 1), seed=0,
     )  # fmt: skip
     assert found.num_answer_tokens > 400
     for prompt in prompts:
@@ -247,7 +248,8 @@ def test_given_and_self_made_prompts_are_answered(target: Decoder) -> None:
             for index in range(len(found))
             if found.text(index)[: found.prompt_lengths[index]].tolist() == asked
         ]
-        assert sorted(temperatures) == [0.0, 1.0]
+        assert sorted(temperatures) == [0.0, 0.75]
+    assert set(found.temperatures.tolist()) == {0.0, 0.75}
     assert len(found) > 10, "no self-made prompt was answered"
     evaluated = greedy_answers(generator, tokenizer, {"a": prompts, "b": ["one"]}, 8)
     assert [len(evaluated[name]) for name in ("a", "b")] == [2, 1]

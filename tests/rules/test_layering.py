@@ -76,6 +76,7 @@ TORCH_FREE = (
     "slipstream.lab.scores",
     "slipstream.lab.critical_path",
     "slipstream.train.options",
+    "slipstream.train.presets",
     "slipstream.commands",
     "slipstream.cli",
 )

@@ -1,12 +1,16 @@
-"""Training losses against numbers worked out by hand, row weights and masks in both layouts, packing, anchors, rates."""
+"""Losses against numbers worked out by hand, row weights and masks in both layouts, presets, packing, anchors, rates."""
 
 import math
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from slipstream.errors import ConfigError
+from slipstream.models.layers import PackedLinear
+from slipstream.options import build
 from slipstream.train.answers import AnswerSet
 from slipstream.train.data import (
     BatchOrder,
@@ -16,18 +20,22 @@ from slipstream.train.data import (
     draft_vocabulary,
     draw_blocks,
     pack,
+    scored_candidates,
 )
 from slipstream.train.losses import (
     RowLosses,
     decay,
+    dpace,
     fused_rows,
     label_shift,
+    normaliser,
     row_losses,
     row_mask,
     total_loss,
 )
-from slipstream.train.optim import orthogonal
-from slipstream.train.options import DATA_CE, LossOptions, Recipe, TrainOptions
+from slipstream.train.optim import MasterOptimizer, orthogonal
+from slipstream.train.options import LossOptions, OptimOptions, Recipe, TrainOptions
+from slipstream.train.presets import PRESETS, with_preset
 from slipstream.train.trainer import schedule, teacher_table
 
 
@@ -43,13 +51,19 @@ TEACHER = torch.tensor([[0.7, 0.2, 0.1], [0.2, 0.2, 0.4]])
 
 
 def test_rows_by_hand() -> None:
-    rows = row_losses(LOGITS, TEACHER, torch.tensor([0, -1]), torch.tensor([0.0, 2.0]))
+    rows = row_losses(LOGITS, TEACHER, torch.tensor([0, -1]), torch.tensor([0.0, 2.0]), with_kl=True)
     # |.5 - .7| + |.25 - .2| + |.25 - .1| = .4;  |.1 - .2| + |.1 - .2| + |.8 - .4| + .2 missed = .8
     torch.testing.assert_close(rows.l1, torch.tensor([0.4, 0.8]))
     # sum of minima: .5 + .2 + .1 = .8;  .1 + .1 + .4 = .6
     torch.testing.assert_close(rows.overlap, torch.tensor([0.8, 0.6]))
     # -ln .5; a label outside the draft vocabulary has no term
     torch.testing.assert_close(rows.ce, torch.tensor([math.log(2.0), 0.0]))
+    torch.testing.assert_close(rows.label_prob, torch.tensor([0.5, 0.0]))
+    # sum t ln(t / q); in row 1 t adds up to .8, so q counts .8 of what it is
+    whole = 0.7 * math.log(0.7 / 0.5) + 0.2 * math.log(0.2 / 0.25) + 0.1 * math.log(0.1 / 0.25)
+    part = 2 * 0.2 * math.log(0.2 / 0.08) + 0.4 * math.log(0.4 / 0.64)
+    assert rows.kl is not None
+    torch.testing.assert_close(rows.kl, torch.tensor([whole, part]))
     # BCE of sigmoid(0) = .5 against .8, and of sigmoid(2) against .6
     sigma = 1 / (1 + math.exp(-2.0))
     expected = [math.log(2.0), -(0.6 * math.log(sigma) + 0.4 * math.log(1 - sigma))]
@@ -57,23 +71,45 @@ def test_rows_by_hand() -> None:
     torch.testing.assert_close(rows.confidence, torch.tensor(expected))
 
 
+def test_kl_is_zero_where_the_drafter_is_right_and_pulls_towards_the_teacher() -> None:
+    """Its gradient is m q - t, that of a cross entropy whose labels the teacher draws; a probability of 0 is no NaN."""
+    alike = row_losses(TEACHER.log(), TEACHER, torch.tensor([0, 0]), with_kl=True)
+    torch.testing.assert_close(alike.kl, torch.zeros(2), atol=1e-6, rtol=0)
+    logits = LOGITS.clone().requires_grad_()
+    teacher = torch.tensor([[1.0, 0.0, 0.0], [0.2, 0.2, 0.4]])
+    kl = row_losses(logits, teacher, torch.tensor([0, 0]), with_kl=True).kl
+    assert kl is not None
+    kl.sum().backward()
+    mass = torch.tensor([[1.0], [0.8]])
+    torch.testing.assert_close(logits.grad, mass * LOGITS.softmax(-1) - teacher)
+
+
 def test_total_by_hand_and_by_named_options() -> None:
     rows = RowLosses(
         ce=torch.tensor([1.0, 3.0, 9.0]),
         l1=torch.tensor([0.4, 0.8, 9.0]),
+        kl=torch.tensor([0.3, 0.6, 9.0]),
         confidence=torch.tensor([0.5, 0.2, 9.0]),
         overlap=torch.zeros(3),
+        label_prob=torch.zeros(3),
     )
-    weights = torch.tensor([1.0, 0.5, 0.0])
-    loss, terms = total_loss(rows, weights, LossOptions())
+    weights, mask = torch.tensor([1.0, 0.5, 0.0]), torch.tensor([True, True, False])
+
+    def total(**options: Any) -> float:
+        given = LossOptions(**{"ce": 0.0, "l1": 0.0, "confidence": 0.0, **options})
+        return total_loss(rows, weights, given, normaliser(weights, mask, given))[0].item()
+
+    loss, terms = total_loss(rows, weights, LossOptions(), torch.tensor(1.5))
     assert terms["ce"].item() == pytest.approx(2.5 / 1.5)
     assert terms["l1"].item() == pytest.approx(0.8 / 1.5)
+    assert terms["kl"].item() == pytest.approx(0.6 / 1.5)
     assert terms["confidence"].item() == pytest.approx(0.6 / 1.5)
     assert loss.item() == pytest.approx(0.1 * 2.5 / 1.5 + 0.9 * 0.8 / 1.5 + 0.6 / 1.5)
-    assert total_loss(rows, weights, DATA_CE)[0].item() == pytest.approx(2.5 / 1.5)
-    only_l1 = LossOptions(ce=0.0, l1=1.0, confidence=0.0)
-    assert total_loss(rows, weights, only_l1)[0].item() == pytest.approx(0.8 / 1.5)
-    assert total_loss(rows, torch.zeros(3), LossOptions())[0].item() == 0.0
+    assert total(ce=1.0) == pytest.approx(2.5 / 1.5)
+    assert total(ce=1.0, normalise="rows") == pytest.approx(2.5 / 2)
+    assert total(l1=0.9) == total(tv=1.8) == pytest.approx(0.9 * 0.8 / 1.5)
+    assert total(kl=2.0, confidence=1.0) == pytest.approx((1.2 + 0.6) / 1.5)
+    assert total_loss(rows, torch.zeros(3), LossOptions(), torch.tensor(0.0))[0].item() == 0.0
 
 
 def test_the_confidence_target_is_no_path_for_gradients() -> None:
@@ -86,13 +122,24 @@ def test_the_confidence_target_is_no_path_for_gradients() -> None:
     torch.testing.assert_close(confidence.grad, torch.tensor([0.5 - 0.8, 0.5 - 0.6]))
 
 
+def test_a_term_of_weight_0_moves_nothing() -> None:
+    """No gradient at all, rather than one of zero that an optimiser would decay weights by."""
+    logits, confidence = LOGITS.clone().requires_grad_(), torch.zeros(2, requires_grad=True)
+    rows = row_losses(logits, TEACHER, torch.tensor([0, 1]), confidence)
+    loss, terms = total_loss(rows, torch.ones(2), LossOptions(confidence=0.0), torch.tensor(2.0))
+    loss.backward()
+    assert terms["confidence"] > 0
+    assert confidence.grad is None
+    assert logits.grad is not None
+
+
 def test_the_fused_form_adds_the_bias_and_looks_the_teacher_up() -> None:
     bias = torch.tensor([[0.1, 0.2, 0.3], [0.0, -1.0, 1.0]])
     table = torch.stack((torch.zeros(3), TEACHER[1], TEACHER[0]))
     labels, confidence = torch.tensor([2, 0]), torch.tensor([0.3, -0.3])
     fused = fused_rows(LOGITS - bias, bias, table, torch.tensor([2, 1]), labels, confidence)
     rows = row_losses(LOGITS, TEACHER, labels, confidence)
-    for name in ("ce", "l1", "confidence", "overlap"):
+    for name in ("ce", "l1", "confidence", "overlap", "label_prob"):
         torch.testing.assert_close(getattr(fused, name), getattr(rows, name))
     assert fused_rows(LOGITS, None, table, torch.tensor([2, 1]), labels, None).confidence is None
 
@@ -103,6 +150,50 @@ def test_decay_in_both_layouts() -> None:
     torch.testing.assert_close(first, torch.tensor([1.0, 0.7788, 0.6065, 0.4724]), atol=1e-4, rtol=0)
     fill_in = decay(offsets, "fill_in", 4.0)
     torch.testing.assert_close(fill_in, torch.tensor([0.0, 1.0, 0.7788, 0.6065]), atol=1e-4, rtol=0)
+
+
+# Two blocks side by side, of three rows and of two.
+OFFSETS = torch.tensor([0, 1, 2, 0, 1])
+PROBS = torch.tensor([[0.5, 0.2, 0.8, 1.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        # s = .75 .6 .9 | 1 .5; products .75 .45 .405 | 1 .5
+        ([1, 1, 1, 1, 1], [1.605, 0.855, 0.405, 1.5, 0.5]),
+        # fill-in: row 0 predicts nothing; s = .6 .9 | .5, products .6 .54 | .5
+        ([0, 1, 1, 0, 1], [0.0, 1.14, 0.54, 0.0, 0.5]),
+        # the document ends in the block: products .75 .45 | 1
+        ([1, 1, 0, 1, 0], [1.2, 0.45, 0.0, 1.0, 0.0]),
+        # a gap, where masks are not cumulative: products .75 (.75) .675 | (1) .5
+        ([1, 0, 1, 0, 1], [1.425, 0.0, 0.675, 0.0, 0.5]),
+    ],
+)
+def test_dpace_by_hand(mask: list[int], expected: list[float]) -> None:
+    """alpha .5, in both layouts; blocks of one row and alpha 1, which takes every label as sure."""
+    weights = dpace(PROBS, torch.tensor([mask], dtype=torch.bool), OFFSETS, 0.5, 3)
+    torch.testing.assert_close(weights, torch.tensor([expected]))
+    sure = dpace(PROBS, torch.tensor([mask], dtype=torch.bool), OFFSETS, 1.0, 3)
+    left = [sum(mask[row:3]) if row < 3 else sum(mask[row:]) for row in range(5)]
+    assert sure[0].tolist() == [count * counts for count, counts in zip(left, mask, strict=True)]
+
+
+def test_dpace_is_how_fast_the_expected_length_rises() -> None:
+    """The weight of a row is the derivative of the sum of prefix products by the logarithm of the row's own factor."""
+    rng = torch.Generator().manual_seed(0)
+    probs = torch.rand(4, 16, generator=rng)
+    offsets = torch.tensor([*range(7), *range(4), *range(5)])
+    logs = (0.7 * probs + 0.3).log().requires_grad_()
+    for block in torch.split(logs, [7, 4, 5], dim=1):
+        block.cumsum(dim=1).exp().sum().backward()
+    torch.testing.assert_close(dpace(probs, torch.ones_like(probs) > 0, offsets, 0.3, 7), logs.grad)
+
+
+def test_normalisers() -> None:
+    weights, mask = torch.tensor([[1.0, 0.5, 0.0]]), torch.tensor([[True, True, False]])
+    assert normaliser(weights, mask, LossOptions()).item() == 1.5
+    assert normaliser(weights, mask, LossOptions(normalise="rows")).item() == 2.0
 
 
 # One packed row of ten tokens: a document of six (prompt of two), then one of four (prompt of one).
@@ -193,6 +284,10 @@ def test_anchors_are_drawn_once_each_and_where_a_next_token_is_known() -> None:
     assert crowded.live[0].tolist() == [True] * 10 + [False] * 4
 
 
+def test_the_other_rule_takes_any_scored_token_but_the_last_of_the_row() -> None:
+    assert scored_candidates(packed_row(), 2).nonzero()[:, 1].tolist() == [2, 3, 4, 5, 7]
+
+
 def test_block_rows_lie_side_by_side() -> None:
     block, offsets = block_rows((3, 2), "cpu")
     assert block.tolist() == [0, 0, 0, 1, 1]
@@ -223,6 +318,30 @@ def test_muon_moves_along_orthogonal_matrices() -> None:
         assert values.max() < 1.3
 
 
+def test_adamw_is_torchs_and_spares_vectors_the_decay() -> None:
+    """Ten steps of both; matrices of the body are moved by AdamW too."""
+    torch.manual_seed(0)
+    ours = torch.nn.ModuleDict({"fc": PackedLinear(6, (4, 4), False), "norm": torch.nn.LayerNorm(8)})
+    ours["fc"].weight.data.normal_()
+    theirs = torch.nn.ModuleDict({"fc": torch.nn.Linear(6, 8, bias=False), "norm": torch.nn.LayerNorm(8)})
+    theirs.load_state_dict(ours.state_dict())
+    options = OptimOptions(method="adamw", adam_lr=0.01, betas=(0.9, 0.999), weight_decay=0.1, clip=0.0)
+    optimizer = MasterOptimizer(ours, options)
+    groups = [{"params": theirs["fc"].parameters(), "weight_decay": 0.1}, {"params": theirs["norm"].parameters()}]
+    reference = torch.optim.AdamW(groups, lr=0.01, eps=1e-10, weight_decay=0.0)
+    for step in range(10):
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+        for network in (ours, theirs):
+            network["norm"](network["fc"](x)).square().mul(torch.arange(8.0)).sum().backward()
+        optimizer.step(1.0)
+        reference.step()
+        reference.zero_grad()
+    for name, weight in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], weight)
+    assert optimizer.muon == []
+    assert MasterOptimizer(ours, OptimOptions()).muon == ["fc.weight"]
+
+
 def test_rates_warm_up_and_end_at_zero() -> None:
     for kind in ("linear", "cosine"):
         assert schedule(0.0, 0.1, kind) < 0.05
@@ -232,7 +351,7 @@ def test_rates_warm_up_and_end_at_zero() -> None:
     assert schedule(0.325, 0.1, "cosine") == pytest.approx(0.5 + 0.5 * math.cos(math.pi * 0.25))
 
 
-def test_blocks_of_two_lengths_fill_the_rows(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_blocks_of_two_lengths_fill_the_rows(tmp_path: Path) -> None:
     options = TrainOptions(target="t", out=tmp_path, block_size=16, recipe=Recipe(short_block=7))
     lengths = options.block_lengths()
     assert sum(lengths) == 2048
@@ -240,11 +359,54 @@ def test_blocks_of_two_lengths_fill_the_rows(tmp_path) -> None:  # type: ignore[
     assert TrainOptions(target="t", out=tmp_path, block_size=8).block_lengths() == (8,) * 256
 
 
+def made(**values: Any) -> TrainOptions:
+    """As the command line makes them from a file."""
+    return build(TrainOptions, with_preset({"target": "t", "out": "o", **values}), "train")
+
+
+def test_presets_are_values_under_those_given() -> None:
+    """Every preset is a recipe that can be run, the project's own is the defaults, and what is given beside it wins."""
+    for name in PRESETS:
+        made(preset=name)
+    assert made(preset="slipstream") == made() == TrainOptions(target="t", out=Path("o"))
+    published = made(preset="deepspec-dspark")
+    assert (published.algorithm, published.block_size, published.recipe.optim.method) == ("dspark", 7, "adamw")
+    assert published.recipe.losses == LossOptions()
+    changed = made(preset="zlab-dflash", block_size=8, recipe={"losses": {"gamma": 3.0}, "batch_rows": 2})
+    assert (changed.algorithm, changed.block_size, changed.recipe.batch_rows) == ("dflash", 8, 2)
+    assert changed.recipe.losses == LossOptions(ce=1.0, l1=0.0, confidence=0.0, gamma=3.0, cumulative_mask=False)
+    with pytest.raises(ConfigError, match=r"preset is 'dspark'; choose slipstream, deepspec-dspark"):
+        made(preset="dspark")
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("algorithm", "eagle"), ("block_size", 1), ("steps", 0), ("minutes", 0.0), ("markov_rank", -1)]
 )
-def test_bad_options_are_named(tmp_path, field: str, value: object) -> None:  # type: ignore[no-untyped-def]
+def test_bad_options_are_named(tmp_path: Path, field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=field):
         TrainOptions(target="t", out=tmp_path, **{field: value})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="short_block"):
         TrainOptions(target="t", out=tmp_path, recipe=Recipe(short_block=9))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        ({"losses": {"tv": 1.8}}, r"losses.tv is 1.8 and losses.l1 0.9.* set one of them to 0"),
+        ({"losses": {"kl": -1.0}}, r"losses.kl is -1.0; it must be at least 0"),
+        ({"losses": {"ce": 0.0, "l1": 0.0}}, r"ce, l1, tv and kl are all 0"),
+        ({"losses": {"label": "argmax"}}, r"losses.label is 'argmax'; choose data or teacher"),
+        ({"losses": {"normalise": "mean"}}, r"losses.normalise .* choose weights or rows"),
+        ({"losses": {"weights": "dpace"}}, r"weighs cross entropy only; set l1, confidence to 0"),
+        ({"losses": {"alpha": 1.5}}, r"losses.alpha is 1.5; it must be at most 1"),
+        ({"losses": {"gamma": 0.0}}, r"losses.gamma is 0.0; it must be above 0"),
+        ({"optim": {"method": "sgd"}}, r"optim.method is 'sgd'; choose muon or adamw"),
+        ({"schedule": "flat"}, r"recipe.schedule is 'flat'; choose linear or cosine"),
+        ({"anchors": "all"}, r"recipe.anchors is 'all'; choose next_scored or scored"),
+        ({"feature_noise": -0.1}, r"recipe.feature_noise is -0.1"),
+        ({"sampled_temperature": 0.0}, r"recipe.sampled_temperature is 0.0; it must be above 0"),
+    ],
+)
+def test_bad_recipes_say_what_to_change(recipe: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        made(recipe=recipe)
