@@ -81,10 +81,12 @@ def self_made_prompts(
 ) -> list[str]:
     """User turns that the model wrote itself.
 
-    Unfinished and repeated ones are dropped, so fewer than `count` come back.
+    Unfinished and repeated ones are dropped, so fewer than `count` come back, and openings that leave no room to go on.
     """
     found: dict[str, None] = {}
-    for answer in generator.run(_opening_jobs(tokenizer, count, mix, random.Random(seed))):
+    room = generator.max_length - 2 * MIN_ANSWER_TOKENS
+    jobs = _opening_jobs(tokenizer, count, mix, random.Random(seed))
+    for answer in generator.run(job for job in jobs if len(job.prompt_ids) <= room):
         if answer.finished and len(answer.token_ids) > 3:
             opening, suffix = answer.job.note.split("\0")
             found[(opening + tokenizer.decode(answer.token_ids[:-1])).strip() + suffix] = None

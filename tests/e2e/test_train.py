@@ -4,6 +4,7 @@ import dataclasses
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +19,13 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.drafters import BlockDrafter, load_drafter
 from slipstream.models.layers import DenseAttend
 from slipstream.models.spec import DecoderSpec, RopeSpec
+from slipstream.options import build
 from slipstream.train.answers import Answer, AnswerSet, Job, SlotGenerator
 from slipstream.train.attend import Dense, Flex, PackedAttend, packed_block_mask
-from slipstream.train.data import draw_blocks, pack
+from slipstream.train.data import PackedRows, draw_blocks, pack
 from slipstream.train.options import LossOptions, OptimOptions, Recipe, TrainOptions
 from slipstream.train.parallel import Ranks, launch
+from slipstream.train.presets import PRESETS, with_preset
 from slipstream.train.prompts import generate_answers, greedy_answers
 from slipstream.train.trainer import Trainer, drafter_spec
 from slipstream.train.walks import draft_greedily, evaluate, matching_runs, walk
@@ -99,6 +102,20 @@ def test_slots_give_the_tokens_of_naive_decoding(target: Decoder) -> None:
         expected = greedy_by_hand(target, job.prompt_ids, job.max_new_tokens)
         assert found[job].token_ids == expected
         assert found[job].finished == (expected[-1] == EOS)
+
+
+def test_windows_are_kept(target: Decoder) -> None:
+    """Sliding layers see their window and no further, whole ones all: greedy answers equal naive decoding again."""
+    layers = ("sliding_attention", "full_attention", "sliding_attention", "sliding_attention")
+    windowed = Decoder(dataclasses.replace(target.spec, sliding_window=5, layer_types=layers))
+    windowed.load_state_dict(target.state_dict())
+    asked = [dataclasses.replace(job, temperature=0.0) for job in jobs(8, seed=4)]
+    differ = 0
+    for answer in SlotGenerator(windowed, num_slots=3, max_length=64, seed=1).run(asked):
+        job = answer.job
+        assert answer.token_ids == greedy_by_hand(windowed, job.prompt_ids, job.max_new_tokens)
+        differ += answer.token_ids != greedy_by_hand(target, job.prompt_ids, job.max_new_tokens)
+    assert differ > 4, "inconclusive: the windows hide nothing that matters"
 
 
 def test_sampled_slots_follow_the_softmax(target: Decoder) -> None:
@@ -188,6 +205,141 @@ def test_a_resumed_run_gives_the_weights_of_an_uninterrupted_one(
     assert (whole.out / "validation.csv").read_text().startswith("step,seconds,length_all,length_no_loops,accepted_1")
 
 
+def with_recipe(given: TrainOptions, **values: Any) -> TrainOptions:
+    return dataclasses.replace(given, recipe=dataclasses.replace(given.recipe, **values))
+
+
+def preset_options(name: str, out: Path, **recipe: Any) -> TrainOptions:
+    """A small run with the losses, anchors and optimiser of a preset, in blocks of eight and four rows or of eight."""
+    values = with_preset({"preset": name, "target": "tiny", "out": str(out)})
+    chosen = build(TrainOptions, values, "train")
+    small = options(out, chosen.algorithm)
+    kept = {
+        field: getattr(chosen.recipe, field) for field in ("losses", "optim", "anchors", "feature_noise", "schedule")
+    }
+    return with_recipe(small, **{**kept, **recipe})
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_a_steps_loss_is_that_of_one_row_after_the_other(
+    target: Decoder, answers: AnswerSet, preset: str, tmp_path: Path
+) -> None:
+    """A batch, written out: each document by itself, each block by itself, each row's terms from their definitions."""
+    trainer = Trainer(preset_options(preset, tmp_path), target, answers, quiet())
+    with torch.no_grad():  # a fresh confidence head says 0 everywhere, which hides what it is asked about
+        for parameter in trainer.drafter.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
+    rows = trainer.rows.take(torch.arange(3))
+    blocks = draw_blocks(rows, trainer.lengths, 5, trainer._candidates(rows))
+    loss, terms = trainer.loss(rows, blocks)
+    scale, sums, norm = trainer.recipe.losses, dict.fromkeys(("ce", "l1", "kl", "confidence"), 0.0), 0.0
+    for row in range(3):
+        firsts = [index for index in (blocks.offsets == 0).nonzero()[:, 0].tolist() if blocks.live[row, index]]
+        for first in firsts:
+            size = int((blocks.block_of_row == blocks.block_of_row[first]).sum())
+            parts, weights = block_by_hand(trainer, rows, row, int(blocks.anchors[row, first]), size)
+            norm += sum(weights) if scale.normalise == "weights" else sum(weight > 0 for weight in weights)
+            for name in sums:
+                sums[name] += sum(weight * part[name] for weight, part in zip(weights, parts, strict=True))
+    wanted = scale.ce * sums["ce"] + (scale.l1 + scale.tv / 2) * sums["l1"] + scale.kl * sums["kl"]
+    wanted += scale.confidence * sums["confidence"]
+    assert norm > 50
+    assert loss.item() == pytest.approx(wanted / norm, rel=1e-4)
+    for name, term in terms.items():
+        if name in sums:
+            assert float(term) == pytest.approx(sums[name] / norm, rel=1e-4, abs=1e-6), name
+
+
+def block_by_hand(
+    trainer: Trainer, rows: PackedRows, row: int, anchor: int, size: int
+) -> tuple[list[dict[str, float]], list[float]]:
+    """Terms and weights of a block's rows, 0 for rows that do not count."""
+    drafter, target, losses = trainer.drafter, trainer.target, trainer.recipe.losses
+    start = int(rows.starts[row, anchor])
+    end = start + int((rows.starts[row] == start).sum())
+    ids, at = rows.token_ids[row, start:end], anchor - start
+    states, features = target(ids, torch.arange(len(ids)), DenseAttend(target.spec), drafter.spec.target_layer_ids)
+    teacher = target.logits(states).softmax(-1)
+    context = drafter.context_kv(features[:at] * trainer.scale, torch.arange(at))
+    attend = DenseBlockAttend(drafter.spec, context, torch.arange(at), torch.tensor([at]))
+    block = torch.tensor([[int(ids[at])] + [drafter.spec.mask_token_id] * (size - 1)])
+    with torch.no_grad():
+        hidden = drafter.hidden(drafter.embed(block), torch.arange(at, at + size)[None], attend)
+    parts, weights, reach, factors = [], [], True, []
+    for k in range(size):
+        before = at + k if drafter.spec.layout == "anchor_first" else at + k - 1
+        drafts_before = before - at
+        label = before + 1
+        scored = drafts_before >= 0 and label < len(ids) and bool(rows.scored[row, start + label])
+        reach = reach and (scored or drafts_before < 0)
+        counts = scored and (reach or not losses.cumulative_mask)
+        parts.append(
+            row_by_hand(trainer, hidden[:, k : k + 1], ids, before, teacher) if counts else dict.fromkeys(TERMS, 0.0)
+        )
+        weights.append(float(np.exp(-drafts_before / losses.gamma)) if counts else 0.0)
+        factors.append((1 - losses.alpha) * parts[-1]["q"] + losses.alpha if counts else 1.0)
+    if losses.weights == "dpace":
+        products = np.cumprod(factors) * (np.array(weights) > 0)
+        weights = [float(products[k:].sum()) * (weights[k] > 0) for k in range(size)]
+    return parts, weights
+
+
+TERMS = ("ce", "l1", "kl", "confidence", "q")
+
+
+@torch.no_grad()
+def row_by_hand(
+    trainer: Trainer, hidden: torch.Tensor, ids: torch.Tensor, before: int, teacher: torch.Tensor
+) -> dict[str, float]:
+    """hidden [1, 1, H] of the row that predicts the token after column `before` of a document."""
+    drafter, losses, kept = trainer.drafter, trainer.recipe.losses, trainer.kept.tolist()
+    logits, previous = drafter.base_logits(hidden), ids[before].view(1, 1)
+    if drafter.markov_head is not None:
+        logits = logits + drafter.markov_bias(previous, hidden)
+    q, t = logits[0, 0].softmax(-1), teacher[before][trainer.kept]
+    token = int(ids[before + 1]) if losses.label == "data" else int(teacher[before].argmax())
+    of_label = float(q[kept.index(token)]) if token in kept else 0.0
+    overlap = float(torch.minimum(q, t).sum())
+    missed = 1 - float(t.sum())
+    found = {
+        "ce": -np.log(of_label) if token in kept else 0.0,
+        "l1": float((q - t).abs().sum()) + missed,
+        "kl": float((t * (t / (t.sum() * q)).log()).sum()),
+        "confidence": 0.0,
+        "q": of_label,
+    }
+    assert found["l1"] == pytest.approx(2 * (1 - overlap), abs=1e-5)
+    if drafter.confidence_head is not None:
+        c = float(drafter.confidence(hidden, previous).sigmoid())
+        found["confidence"] = -(overlap * np.log(c) + (1 - overlap) * np.log(1 - c))
+    return found
+
+
+@pytest.mark.parametrize("preset", ["deepspec-dspark", "speculators-dflash"])
+def test_a_step_is_one_graph(target: Decoder, answers: AnswerSet, preset: str, tmp_path: Path) -> None:
+    """What is compiled on a GPU reads nothing on the host and does not branch on data: torch traces it in one piece."""
+    trainer = Trainer(preset_options(preset, tmp_path), target, answers, quiet())
+    plain = trainer.train_step()["loss"]
+    again = Trainer(preset_options(preset, tmp_path), target, answers, quiet())
+    again.row_losses = torch.compile(again._row_losses, dynamic=False, fullgraph=True, backend="aot_eager")
+    assert float(again.train_step()["loss"]) == pytest.approx(float(plain), rel=1e-4)
+
+
+def test_noise_is_the_steps_own(target: Decoder, answers: AnswerSet, tmp_path: Path) -> None:
+    """Noise of the asked deviation in each column's own unit; equal for equal seeds and steps, else not."""
+    trainer = Trainer(with_recipe(options(tmp_path), feature_noise=0.2), target, answers, quiet())
+    rows = trainer.rows.take(torch.arange(8))
+    first, again, other = (trainer._feature_noise(rows, seed) for seed in (3, 3, 4))
+    assert first is not None
+    assert other is not None
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    deviation = (first * trainer.scale).flatten(0, 1).std(dim=0)
+    torch.testing.assert_close(deviation, torch.full_like(deviation, 0.2), atol=0.05, rtol=0)  # 512 draws: 8 deviations
+    quiet_run = Trainer(options(tmp_path), target, answers, quiet())
+    assert float(trainer.train_step()["loss"]) != float(quiet_run.train_step()["loss"])
+
+
 def test_resuming_something_else_is_refused(target: Decoder, answers: AnswerSet, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nothing to resume"):
         Trainer(options(tmp_path, steps=4, resume=True), target, answers, quiet()).run()
@@ -265,11 +417,17 @@ def test_bad_answer_files_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", ["dspark", "dflash"])
 def test_several_processes_train_as_one(target: Decoder, answers: AnswerSet, algorithm: str, tmp_path: Path) -> None:
-    """Two processes that share every batch end with one process's weights, up to the order of sums."""
-    alone = Trainer(options(tmp_path / "one", algorithm, steps=6), target, answers, quiet())
-    losses = [float(alone.train_step()["loss"]) for _ in range(6)]
+    """Two processes that share every batch end with one process's weights, up to the order of sums.
+
+    DFlash with weights that are known after the forward only, and noise.
+    """
+    losses = LossOptions(ce=1.0, l1=0.0, confidence=0.0, weights="dpace", normalise="rows", label="teacher")
+    changes: dict[str, Any] = {"losses": losses, "feature_noise": 0.1} if algorithm == "dflash" else {}
+    alone = Trainer(with_recipe(options(tmp_path / "one", algorithm, steps=6), **changes), target, answers, quiet())
+    expected = [float(alone.train_step()["loss"]) for _ in range(6)]
     answers.save(tmp_path / "answers.safetensors")
-    launch(2, False, shared_run, options(tmp_path / "two", algorithm, steps=6, processes=2), tmp_path, losses)
+    shared = with_recipe(options(tmp_path / "two", algorithm, steps=6, processes=2), **changes)
+    launch(2, False, shared_run, shared, tmp_path, expected)
     together = load_file(tmp_path / "weights.safetensors")
     for name, master in alone.optimizer.masters.items():
         torch.testing.assert_close(together[name], master, atol=2e-5, rtol=1e-4, msg=name)
