@@ -17,9 +17,11 @@ from slipstream.errors import ConfigError, RequestError
 
 Mode = Literal["off", "static", "adaptive", "lag", "lag-budget"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-Signal = Literal["auto", "head", "peak", "drawn"]
+Signal = Literal["head", "peak", "drawn"]  # what a drafter says of its drafts
+SIGNALS: tuple[Signal, ...] = get_args(Signal)
 Acceptance = Literal["coupled", "rejection"]
 NGRAM = "ngram"  # the drafter that needs no files; a folder of that name is ./ngram
+CALIBRATION_FILE = "calibration.json"  # its name beside the weights of a drafter
 DEFAULT_MAX_DRAFTS = 7  # S when the user names none and the drafter could do more
 _LARGEST_FP32 = 3.4e38  # the device keeps temperatures in fp32
 
@@ -72,7 +74,7 @@ class SpeculativeConfig:
     enable_adaptive_speculative_decode: bool = False  # prune widths by confidence
     enable_lag_confidence: bool = False  # decide from the previous step's confidence
     confidence_allocation: Literal["lagged", "fresh"] = "lagged"  # fresh: the device hands out a lagged total
-    confidence_signal: Signal = "auto"
+    confidence_signal: Signal | Literal["auto"] = "auto"
     adaptive_speculative_min_gain: float = 0.0  # relative gain that one more draft must promise
     acceptance: Acceptance = "coupled"
     draft_sampling: Literal["auto", "greedy", "sample"] = "auto"  # auto: sample, which accepts more (docs/LOG.md)
@@ -86,7 +88,7 @@ class SpeculativeConfig:
         object.__setattr__(self, "speculative_algorithm", str(self.speculative_algorithm).lower())
         _choice("speculative_algorithm", self.speculative_algorithm, ("auto", "dflash", "dspark", NGRAM))
         _choice("confidence_allocation", self.confidence_allocation, ("lagged", "fresh"))
-        _choice("confidence_signal", self.confidence_signal, get_args(Signal))
+        _choice("confidence_signal", self.confidence_signal, ("auto", *SIGNALS))
         _choice("acceptance", self.acceptance, get_args(Acceptance))
         _choice("draft_sampling", self.draft_sampling, ("auto", "greedy", "sample"))
         _choice("draft_layout", self.draft_layout, ("auto", "fill_in", "anchor_first"))

@@ -33,6 +33,7 @@ from slipstream.config import (
 )
 from slipstream.decide.cost import CostModel, CostProfile
 from slipstream.decide.policy import FullWidth, Policy, make_policy
+from slipstream.decide.survival import find_calibration
 from slipstream.device.events import Recorder
 from slipstream.device.state import make_slot_state
 from slipstream.draft.base import Drafter
@@ -554,9 +555,6 @@ def _cost_model(speculative: SpeculativeConfig, engine: Engine, models: Models, 
 
 
 def _calibration(speculative: SpeculativeConfig, models: Models) -> Path | None:
-    if speculative.calibration is not None:
-        return Path(speculative.calibration)
-    if speculative.draft_model == NGRAM:
-        return None  # it has no folder, and that of a network beside it is not for it
-    path = models.drafter_path and models.drafter_path / "calibration.json"
-    return path if path and path.is_file() else None
+    # ngram has no folder, and that of a network beside it is not for it.
+    folder = None if speculative.draft_model == NGRAM else models.drafter_path
+    return find_calibration(speculative.calibration, folder)

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from slipstream.errors import ConfigError
+from slipstream.files import replace_text
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
@@ -491,10 +492,7 @@ class CostProfile:
     def save(self, path: Path | None = None) -> Path:
         path = path or self.key.path()
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.to_dict(), indent=1)
-        partial = path.with_suffix(f".{os.getpid()}.tmp")  # a reader never sees half a file
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(path)
+        replace_text(path, json.dumps(self.to_dict(), indent=1) + "\n")  # a reader never sees half a file
         return path
 
     def to_dict(self) -> dict[str, Any]:

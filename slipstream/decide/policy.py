@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.config import SpeculativeConfig
+from slipstream.config import Signal, SpeculativeConfig
 from slipstream.decide import controller
 from slipstream.decide.confidence import Confidence, ConfidenceStore
 from slipstream.decide.controller import DecisionRecord, Problem
@@ -49,7 +49,7 @@ class Policy(Protocol):
         """Which confidence `decide` needs: none, the previous step's, or this step's."""
 
     @property
-    def signal(self) -> Literal["head", "peak", "drawn", "none"]:
+    def signal(self) -> Signal | Literal["none"]:
         """What the drafter must report as confidence; "none" where nobody reads it."""
 
     @property
@@ -76,7 +76,7 @@ class FullWidth:
     """Verifies every draft (static); with S = 0 there are none (off)."""
 
     waits_for: WaitsFor = "nothing"
-    signal: Literal["head", "peak", "drawn", "none"] = "none"
+    signal: Signal | Literal["none"] = "none"
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts
@@ -111,7 +111,7 @@ class Adaptive:
         num_drafts: int,
         waits_for: Literal["lagged", "fresh"],
         budget: bool,
-        signal: Literal["head", "peak", "drawn"],
+        signal: Signal,
         cost: CostModel | None,
         survival: SurvivalModel,
         causal: bool = False,
@@ -137,7 +137,7 @@ class Adaptive:
         return self._waits_for
 
     @property
-    def signal(self) -> Literal["head", "peak", "drawn"]:
+    def signal(self) -> Signal:
         return self._signal
 
     @property
@@ -366,9 +366,7 @@ def _widths(widths: Ints, reason: str = "", caps: Ints | None = None) -> Decisio
 # -------------------------------------------------------------------------------------------------------------- making
 
 
-def resolve_signal(
-    config: SpeculativeConfig, *, has_head: bool, drafts_sampled: bool
-) -> tuple[Literal["head", "peak", "drawn"], str]:
+def resolve_signal(config: SpeculativeConfig, *, has_head: bool, drafts_sampled: bool) -> tuple[Signal, str]:
     """The confidence that is used, and why."""
     asked = config.confidence_signal
     if asked == "auto":

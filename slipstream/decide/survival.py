@@ -17,7 +17,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.config import CALIBRATION_FILE, SIGNALS
 from slipstream.errors import ConfigError
+from slipstream.files import replace_text
 
 Floats: TypeAlias = NDArray[np.float64]
 Float32s: TypeAlias = NDArray[np.float32]
@@ -265,7 +267,7 @@ class Calibration:
             about = self.about.get((signal, name), {})
             signals.setdefault(signal, {})[name] = {"temperatures": list(values), **about}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"version": 1, "signals": signals}, indent=1) + "\n", encoding="utf-8")
+        replace_text(path, json.dumps({"version": 1, "signals": signals}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "Calibration":
@@ -280,10 +282,11 @@ class Calibration:
         where = f"calibration {path}"
         if not isinstance(data, dict) or data.get("version") != 1:
             raise ConfigError(f"{where}: version must be 1")
-        temperatures, about = {}, {}
+        temperatures: dict[tuple[str, str], tuple[float, ...]] = {}
+        about: dict[tuple[str, str], dict[str, Any]] = {}
         for signal, classes in _object(data.get("signals"), f"{where}: signals").items():
-            if signal not in ("head", "peak", "drawn"):
-                raise ConfigError(f"{where}: signals.{signal} is not a signal; use head, peak or drawn")
+            if signal not in SIGNALS:
+                raise ConfigError(f"{where}: signals.{signal} is not a signal; use {', '.join(SIGNALS)}")
             for name, entry in _object(classes, f"{where}: signals.{signal}").items():
                 if name not in CLASSES:
                     raise ConfigError(f"{where}: signals.{signal}.{name} is not a class; use greedy or sampled")
@@ -293,6 +296,14 @@ class Calibration:
                 if beside := {key: value for key, value in entry.items() if key != "temperatures"}:
                     about[signal, name] = beside
         return cls(temperatures=temperatures, about=about)
+
+
+def find_calibration(named: str | Path | None, folder: Path | None) -> Path | None:
+    """The file that the user names, whether it is there or not; else the one in the drafter's folder, if there is one."""
+    if named is not None:
+        return Path(named)
+    path = folder and folder / CALIBRATION_FILE
+    return path if path and path.is_file() else None
 
 
 def _object(value: object, field: str) -> dict[str, object]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.config import CALIBRATION_FILE
 from slipstream.errors import ConfigError
 from slipstream.models.checkpoint import DrafterSpec, check_fit, read_checkpoint
 from slipstream.models.dialect_configs import DIALECTS, deepspec_config, speculators_config, z_lab_config
@@ -92,8 +93,8 @@ def export_drafter(
         weights = _EXTRAS[dialect](spec, weights, target)
         config["torch_dtype"] = str(weights["fc.weight"].dtype).removeprefix("torch.")
         write_folder(out, {name: weight.contiguous() for name, weight in weights.items()}, config)
-    if (source / "calibration.json").is_file():  # of the confidences, which are the same; only Slipstream reads it
-        shutil.copyfile(source / "calibration.json", out / "calibration.json")
+    if (source / CALIBRATION_FILE).is_file():  # of the confidences, which are the same; only Slipstream reads it
+        shutil.copyfile(source / CALIBRATION_FILE, out / CALIBRATION_FILE)
     return _read_back(out, spec)
 
 

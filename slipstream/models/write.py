@@ -1,12 +1,11 @@
 """Writing a model folder: safetensors, an index where there are several, config.json last.
 
-Each file appears whole or not at all (written beside, then renamed), so a write that fails leaves the old folder as it
-was. Knows nothing of what the tensors mean; called by `drafters` (save) and `export`.
+Each file appears whole or not at all, so a write that fails leaves the old folder as it was. Knows nothing of what the
+tensors mean; called by `drafters` (save) and `export`.
 """
 
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slipstream.files import replace, replace_text
 from slipstream.models.headers import INDEX
 
 
@@ -30,7 +30,7 @@ def write_folder(
     if len(shards) > 1:
         names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for name, shard in zip(names, shards, strict=True):
-        _replace(folder / name, partial(save_file, shard, metadata={"format": "pt"}))
+        replace(folder / name, partial(save_file, shard, metadata={"format": "pt"}))
     if len(shards) > 1:
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         total = sum(weight.nbytes for weight in weights.values())
@@ -55,13 +55,4 @@ def _shards(weights: Mapping[str, Tensor], max_bytes: int | None) -> list[dict[s
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    _replace(path, lambda temporary: temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8"))
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_text(path, json.dumps(value, indent=2) + "\n")
