@@ -16,14 +16,14 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from slipstream.config import NGRAM, SpeculativeConfig
+from slipstream.config import NGRAM, Signal, SpeculativeConfig
 from slipstream.decide.scaling import Quality, fit_temperatures, quality, reliability
 from slipstream.decide.survival import CLASSES, Calibration
 from slipstream.errors import ConfigError
 from slipstream.lab import machine
 from slipstream.lab.calibrate_options import CalibrateOptions
 from slipstream.lab.plots import ReliabilityPanel, reliability_plot, require_matplotlib
-from slipstream.lab.traces import Bools, DraftTrace, Floats, Signal, collect_trace, replay
+from slipstream.lab.traces import Bools, DraftTrace, Floats, collect_trace, replay
 from slipstream.llm import LLM, Models, load_models
 from slipstream.prompts import Messages, read_prompts, user
 

@@ -2,12 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
 
-from slipstream.config import NGRAM, SamplingParams, SpeculativeConfig
+from slipstream.config import NGRAM, SIGNALS, SamplingParams, Signal, SpeculativeConfig
 from slipstream.errors import ConfigError
-
-Signal: TypeAlias = Literal["head", "peak", "drawn"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +36,7 @@ class CalibrateOptions:
         if not self.temperature or len(set(self.temperature)) < len(self.temperature):
             raise ConfigError(f"temperature is {list(self.temperature)}; name 0, one value above 0, or both")
         for signal in self.signals:
-            if signal not in get_args(Signal):
+            if signal not in SIGNALS:
                 raise ConfigError(f"signals holds {signal!r}; choose among head, peak and drawn")
         if self.draft == NGRAM and set(self.signals) - {"head"}:
             raise ConfigError("signals: ngram has its running acceptance and no other confidence; use head")

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.config import SamplingParams, SpeculativeConfig
+from slipstream.config import SamplingParams, Signal, SpeculativeConfig
 from slipstream.decide.policy import FullWidth, WaitsFor, resolve_signal
 from slipstream.decide.survival import SurvivalModel
 from slipstream.draft.base import Drafter
@@ -30,7 +30,6 @@ Floats: TypeAlias = NDArray[np.float64]
 Float32s: TypeAlias = NDArray[np.float32]
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
-Signal: TypeAlias = Literal["head", "peak", "drawn"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
