@@ -24,6 +24,7 @@ class SpecCounters:
     emitted: int = 0
     width_histogram: Counter[int] = field(default_factory=Counter)
     verified_at: Counter[int] = field(default_factory=Counter)  # position j = 1.. -> times verified
+    reached_at: Counter[int] = field(default_factory=Counter)  # times verified after an accepted prefix, in the answer
     accepted_at: Counter[int] = field(default_factory=Counter)
 
     def count_step(self, drafted: int, width: int, accepted: int, emitted: int) -> None:
@@ -37,6 +38,7 @@ class SpecCounters:
         self.emitted += emitted
         self.width_histogram[width] += 1
         self.verified_at.update(range(1, width + 1))
+        self.reached_at.update(range(1, min(emitted, width) + 1))  # behind the end of an answer nothing is known
         self.accepted_at.update(range(1, accepted + 1))
 
     def merge(self, other: "SpecCounters") -> None:
@@ -44,11 +46,18 @@ class SpecCounters:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.width_histogram.update(other.width_histogram)
         self.verified_at.update(other.verified_at)
+        self.reached_at.update(other.reached_at)
         self.accepted_at.update(other.accepted_at)
 
     @property
     def acceptance_rate(self) -> float | None:
         return _ratio(self.accepted, self.verified)
+
+    @property
+    def acceptance_at(self) -> list[float | None]:
+        """Draft 1, 2, ... accepted, of the times that it was verified and those before it accepted; None: it never was."""
+        most = max(self.verified_at, default=0)
+        return [_ratio(self.accepted_at[j], self.reached_at[j]) for j in range(1, most + 1)]
 
     @property
     def mean_accepted_length(self) -> float | None:

@@ -118,11 +118,7 @@ def bench_row(case: Case, settings: Settings, signal: str | None, waves: Sequenc
         **{name: median([getattr(w.critical_path, name) for w in waves]) for name in asdict(NO_CRITICAL_PATH)},
         "wave_tok_per_s": speeds,
         "width_histogram": {str(w): n for w, n in sorted(counters.width_histogram.items())},
-        "acceptance_at": [
-            counters.accepted_at[j] / counters.verified_at[j]
-            for j in sorted(counters.verified_at)
-            if counters.verified_at[j]
-        ],
+        "acceptance_at": counters.acceptance_at,
         "looping_answers": len(answers) - len(straight),
         "acceptance_rate_no_loops": no_loops.acceptance_rate,
         "mean_accepted_length_no_loops": no_loops.mean_accepted_length,

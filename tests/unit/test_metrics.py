@@ -18,6 +18,21 @@ def test_counts_are_kept_apart():
     assert (counters.verified_at, counters.accepted_at) == ({1: 1, 2: 1, 3: 1}, {1: 1, 2: 1})
 
 
+def test_acceptance_at_a_position_is_of_the_times_that_it_was_reached():
+    """Position 2 was verified four times and reached twice: a lost first draft and the end of the answer say nothing of it."""
+    counters = SpecCounters()
+    for width, accepted in ((3, 2), (3, 0), (1, 1), (2, 1)):
+        counters.count_step(4, width, accepted, accepted + 1)
+    counters.count_step(4, 3, 1, 1)  # the answer ended with an accepted draft
+    assert counters.reached_at == {1: 5, 2: 2, 3: 1}
+    assert counters.acceptance_at == [4 / 5, 1 / 2, 0.0]
+    twice = SpecCounters()
+    twice.merge(counters)
+    twice.merge(counters)
+    assert twice.acceptance_at == counters.acceptance_at
+    assert SpecCounters().acceptance_at == []
+
+
 def test_the_token_after_a_rejection_is_no_accepted_draft():
     counters = SpecCounters()
     counters.count_step(drafted=4, width=4, accepted=0, emitted=1)

@@ -52,7 +52,7 @@ def test_speed_is_the_median_and_counters_are_sums() -> None:
     assert row["acceptance_rate"] == 0.25
     assert row["mean_accepted_length"] == 2.0
     assert row["rows_per_step"] == 10.0  # two sequences of 1 + 4 rows
-    assert row["acceptance_at"] == [1.0, 0.0, 0.0, 0.0]
+    assert row["acceptance_at"] == [1.0, 0.0, None, None]  # nobody came to the third
 
 
 def test_ratio_and_same_text_are_against_the_plain_row_of_the_same_concurrency() -> None:
