@@ -5,7 +5,6 @@ keys that their engines know, so each can say less: what a dialect cannot say is
 can. Torch-free; called by `drafters` (save) and `export`; the other direction is `checkpoint`.
 """
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from slipstream.errors import CheckpointError
@@ -108,13 +107,6 @@ def speculators_config(spec: DrafterSpec, target_name: str, target_class: str) -
             "verifier": {"name_or_path": target_name, "architectures": [target_class]},
         },
     }
-
-
-DIALECTS: Mapping[str, Callable[..., dict[str, Any]]] = {
-    "z-lab": z_lab_config,
-    "deepspec": deepspec_config,
-    "speculators": speculators_config,
-}
 
 
 def _need(ok: bool, dialect: str, what: str, other: str) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from slipstream.config import CALIBRATION_FILE
 from slipstream.errors import ConfigError
 from slipstream.models.checkpoint import DrafterSpec, check_fit, read_checkpoint
-from slipstream.models.dialect_configs import DIALECTS, deepspec_config, speculators_config, z_lab_config
+from slipstream.models.dialect_configs import deepspec_config, speculators_config, z_lab_config
 from slipstream.models.dialects import architecture, need
 from slipstream.models.drafters import draft_token_ids, same_table, tensor_reader
 from slipstream.models.gguf import GGUFFile, hf_name
@@ -86,11 +86,11 @@ def export_drafter(
     if target is not None:
         check_fit(spec, target.spec)
         spec = dataclasses.replace(spec, num_target_layers=target.spec.num_layers)
-    config = _config(spec, dialect, target)  # refuses before a weight is read
+    config = DIALECTS[dialect].config(spec, target)  # refuses before a weight is read
     with ExitStack() as stack:
         read = tensor_reader(stack, headers)
         weights = {name: read(name) for name in headers}
-        weights = _EXTRAS[dialect](spec, weights, target)
+        weights = DIALECTS[dialect].weights(spec, weights, target)
         config["torch_dtype"] = str(weights["fc.weight"].dtype).removeprefix("torch.")
         write_folder(out, {name: weight.contiguous() for name, weight in weights.items()}, config)
     if (source / CALIBRATION_FILE).is_file():  # of the confidences, which are the same; only Slipstream reads it
@@ -98,13 +98,28 @@ def export_drafter(
     return _read_back(out, spec)
 
 
-def _config(spec: DrafterSpec, dialect: str, target: ExportTarget | None) -> dict[str, Any]:
-    if dialect == "z-lab":
-        return z_lab_config(spec)
-    config = deepspec_config(spec) if dialect == "deepspec" else None  # what it cannot say comes before what is missing
+# --- dialects ---------------------------------------------------------------------------------------------------------
+
+
+def _z_lab_config(spec: DrafterSpec, target: ExportTarget | None) -> dict[str, Any]:
+    return z_lab_config(spec)
+
+
+def _deepspec_config(spec: DrafterSpec, target: ExportTarget | None) -> dict[str, Any]:
+    config = deepspec_config(spec)  # what cannot be said comes before what is missing
+    _needed(target, "deepspec")
+    return config
+
+
+def _speculators_config(spec: DrafterSpec, target: ExportTarget | None) -> dict[str, Any]:
+    target = _needed(target, "speculators")
+    return speculators_config(spec, target.name, target.class_name)
+
+
+def _needed(target: ExportTarget | None, dialect: str) -> ExportTarget:
     if target is None:
         raise ConfigError(f"the dialect {dialect} holds tables or the name of the target; name it with --model")
-    return config or speculators_config(spec, target.name, target.class_name)
+    return target
 
 
 def _z_lab_weights(spec: DrafterSpec, weights: dict[str, Tensor], target: ExportTarget | None) -> dict[str, Tensor]:
@@ -127,8 +142,8 @@ def _z_lab_weights(spec: DrafterSpec, weights: dict[str, Tensor], target: Export
 def _deepspec_weights(spec: DrafterSpec, weights: dict[str, Tensor], target: ExportTarget | None) -> dict[str, Tensor]:
     """Both tables, the target's where the file has none; a confidence head always with a bias."""
     dtype = weights["fc.weight"].dtype
-    if target is not None and not (EMBEDDING in weights and HEAD in weights):
-        embedding, head = (table.to(dtype) for table in target.tables())
+    if not (EMBEDDING in weights and HEAD in weights):
+        embedding, head = (table.to(dtype) for table in _needed(target, "deepspec").tables())
         weights = {EMBEDDING: embedding, HEAD: head.clone()} | weights  # two tensors of one file share no memory
     return weights | _zero_bias(spec, dtype)
 
@@ -144,21 +159,29 @@ def _speculators_weights(
     ids = draft_token_ids(weights["d2t"], spec.vocab_size)
     kept = torch.zeros(spec.vocab_size, dtype=torch.bool)
     kept[ids] = True
-    if target is not None and HEAD not in weights:
-        weights = weights | {HEAD: target.tables()[1][ids].to(dtype)}
+    if HEAD not in weights:
+        weights = weights | {HEAD: _needed(target, "speculators").tables()[1][ids].to(dtype)}
     return weights | {"d2t": weights["d2t"].to(torch.int64), "t2d": kept}
-
-
-_EXTRAS: Mapping[str, Callable[[DrafterSpec, dict[str, Tensor], ExportTarget | None], dict[str, Tensor]]] = {
-    "z-lab": _z_lab_weights,
-    "deepspec": _deepspec_weights,
-    "speculators": _speculators_weights,
-}
 
 
 def _zero_bias(spec: DrafterSpec, dtype: torch.dtype) -> dict[str, Tensor]:
     """Other engines build the confidence head with a bias; zero is the same as none."""
     return {BIAS: torch.zeros(1, dtype=dtype)} if spec.confidence_head and not spec.confidence_bias else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a drafter is said in a dialect, its target at hand or not; the config is made first and refuses first."""
+
+    config: Callable[[DrafterSpec, ExportTarget | None], dict[str, Any]]
+    weights: Callable[[DrafterSpec, dict[str, Tensor], ExportTarget | None], dict[str, Tensor]]
+
+
+DIALECTS: Mapping[str, Dialect] = {
+    "z-lab": Dialect(_z_lab_config, _z_lab_weights),
+    "deepspec": Dialect(_deepspec_config, _deepspec_weights),
+    "speculators": Dialect(_speculators_config, _speculators_weights),
+}
 
 
 def _read_back(out: Path, spec: DrafterSpec) -> DrafterSpec:
