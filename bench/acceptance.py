@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
 
 def answer_sets(options: argparse.Namespace, target: Decoder) -> dict[str, AnswerSet]:
     """Greedy answers per prompt set, all generated side by side."""
-    prompts = {name: read_prompts(options.prompts / f"{name}.jsonl")[: options.limit] for name in options.sets}
+    prompts = {name: read_prompts(options.prompts / f"{name}.jsonl", limit=options.limit) for name in options.sets}
     paths = {name: options.answers / f"{name}.safetensors" for name in prompts} if options.answers else {}
     if paths and all(path.exists() for path in paths.values()):
         return {name: AnswerSet.load(path) for name, path in paths.items()}

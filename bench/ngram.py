@@ -49,7 +49,7 @@ def make_answers(options: argparse.Namespace) -> list[dict[str, Any]]:
     llm = LLM(options.model, speculative=SpeculativeConfig(draft_model=options.draft), max_num_seqs=8)
     found = []
     for name in SETS:
-        texts = read_prompts(options.prompts / f"{name}.jsonl")[: options.limit]
+        texts = read_prompts(options.prompts / f"{name}.jsonl", limit=options.limit)
         chats = [[{"role": "user", "content": text}] for text in texts]
         for chat, answer in zip(chats, llm.chat(chats, SamplingParams(max_tokens=options.max_tokens)), strict=True):
             prompt = llm.tokenizer.encode(llm.tokenizer.chat(chat))

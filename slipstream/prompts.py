@@ -16,18 +16,13 @@ BUILT_IN = "gsm8k_sample"
 Messages = list[dict[str, str]]
 
 
-def read_prompts(path: Path | None, count: int | None = None) -> list[str]:
-    """The first `count` prompts of a file, all without a count; of the built-in sample when no file is named."""
-    if count is not None and count < 1:
-        raise ConfigError(f"requests is {count}; ask for at least 1")
+def read_prompts(path: Path | None, *, limit: int | None = None) -> list[str]:
+    """The first `limit` prompts of a file, all without a limit; of the built-in sample when no file is named."""
     name, lines = prompts_name(path) if path is None else str(path), _text(path).split("\n")
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]  # splitlines() cuts at U+2028
-    if len(numbered) < (count or 1):
-        raise ConfigError(
-            f"prompts file {name} has {len(numbered)} prompts and {count or 1} were asked for; name a longer file, or "
-            "lower requests"
-        )
-    return [_first_turn(line, f"prompts file {name}, line {number}") for number, line in numbered[:count]]
+    if not numbered:
+        raise ConfigError(f"prompts file {name} holds no prompts; name another one")
+    return [_first_turn(line, f"prompts file {name}, line {number}") for number, line in numbered[:limit]]
 
 
 def user(text: str) -> Messages:

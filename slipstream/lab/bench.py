@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.config import SamplingParams
+from slipstream.errors import ConfigError
 from slipstream.lab import ceilings, machine
 from slipstream.lab.cases import BenchOptions, Case, label
 from slipstream.lab.critical_path import critical_path
@@ -40,7 +41,7 @@ class BenchResult:
 
 def run(options: BenchOptions, say: Callable[[str], None]) -> BenchResult:
     """Measure all cases; `say` gets one line per thing done."""
-    conversations = [user(prompt) for prompt in read_prompts(options.prompts, options.num_requests)]
+    conversations = [user(prompt) for prompt in read_requests(options)]
     models = load_models(
         options.model, options.draft, dtype=_engine(options, "dtype"), device=_engine(options, "device"),
         layout=options.speculative.get("draft_layout", "auto"),
@@ -61,6 +62,17 @@ def run(options: BenchOptions, say: Callable[[str], None]) -> BenchResult:
             say(f"wave {number + 1}/{options.waves}  {label(case)}: {wave.tok_per_s:.1f} tok/s")
     rows = make_rows(options, models, cases, llms, waves)
     return BenchResult(report=make_report(options, models, found, rows), cases=tuple(cases), completions=tuple(first))
+
+
+def read_requests(options: BenchOptions) -> list[str]:
+    """The prompts of every wave."""
+    found, wanted = read_prompts(options.prompts, limit=options.num_requests), options.num_requests
+    if len(found) < wanted:
+        raise ConfigError(
+            f"prompts {prompts_name(options.prompts)}: the file has {len(found)} prompts and a wave takes {wanted}; name a "
+            "longer one, or lower requests and concurrency"
+        )
+    return found
 
 
 def start(

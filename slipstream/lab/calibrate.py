@@ -62,7 +62,9 @@ def run(options: CalibrateOptions, say: Callable[[str], None]) -> CalibrateResul
     if options.plot is not None:
         require_matplotlib(options.plot)
     conversations = read_conversations(options)
-    models = load_models(options.model, options.draft, dtype=options.dtype, device=options.device)
+    models = load_models(
+        options.model, options.draft, dtype=options.dtype, device=options.device, layout=options.draft_layout
+    )
     path = options.output or _beside(models)
     speculative, signals = what_it_drafts(options, models)
     fits = []
@@ -84,7 +86,7 @@ def run(options: CalibrateOptions, say: Callable[[str], None]) -> CalibrateResul
 
 def read_conversations(options: CalibrateOptions) -> list[Messages]:
     files = options.prompts or (Path(str(resources.files("slipstream") / f"assets/prompts/{BUILT_IN}.jsonl")),)
-    found = [user(text) for path in files for text in read_prompts(path)[: options.limit]]
+    found = [user(text) for path in files for text in read_prompts(path, limit=options.limit)]
     if len(found) < LEAST_REQUESTS:
         raise ConfigError(
             f"prompts: {len(found)} are too few to fit on one half and judge by the other; give {LEAST_REQUESTS} or more"

@@ -18,6 +18,7 @@ class CalibrateOptions:
     signals: tuple[Signal, ...] = ()  # none: all that the drafter has
     num_speculative_tokens: int | None = None  # S of the fit; None: all that the drafter drafts
     acceptance: str = "coupled"
+    draft_layout: str = "auto"  # how the drafter's rows are read
     concurrency: int = 8
     max_tokens: int = 256
     output: Path | None = None  # None: calibration.json in the drafter's folder
@@ -59,4 +60,5 @@ class CalibrateOptions:
             draft_model=self.draft,
             num_speculative_tokens=num_drafts or self.num_speculative_tokens,
             acceptance=self.acceptance,
+            draft_layout=self.draft_layout,
         )

@@ -14,13 +14,12 @@ from rich.text import Text
 
 from slipstream.config import SamplingParams
 from slipstream.errors import SlipstreamError
-from slipstream.lab.bench import BenchResult, run
+from slipstream.lab.bench import BenchResult, read_requests, run
 from slipstream.lab.cases import BenchOptions, label
 from slipstream.lab.paint import ACCEPTED, painted, pieces_of
 from slipstream.lab.report import plain_json, rows_table
 from slipstream.models.locate import resolve_target
 from slipstream.models.tokenizer import load_tokenizer
-from slipstream.prompts import read_prompts
 
 OPTIONS = BenchOptions(
     model="smollm2-135m",
@@ -53,7 +52,7 @@ def show(result: BenchResult, out: Console) -> None:
     """Prompts, each with its answers by mode, and the table."""
     tokenizer = load_tokenizer(resolve_target(OPTIONS.model))
     out.print(Text("text from accepted drafts is ").append("green", style=ACCEPTED))
-    for index, prompt in enumerate(read_prompts(OPTIONS.prompts, OPTIONS.num_requests)):
+    for index, prompt in enumerate(read_requests(OPTIONS)):
         out.print(Rule(f"prompt {index + 1}", style="dim"))
         out.print(Text(prompt, style="italic"))
         for case, completions in zip(result.cases, result.completions, strict=True):

@@ -75,7 +75,7 @@ def run(options: EvaluateOptions, say: Say) -> dict[str, Any]:
 def groups_of(options: EvaluateOptions) -> list[Group]:
     """Temperature by temperature, so that a request is mostly served beside others of its class."""
     found = {
-        name: [user(prompt) for prompt in read_prompts(path)[: options.limit]]
+        name: [user(prompt) for prompt in read_prompts(path, limit=options.limit)]
         for name, path in zip(options.set_names, options.sets, strict=True)
     }
     return [

@@ -25,8 +25,7 @@ def test_demo_shows_answers_and_ends_with_the_object(
     )
     short = ["one", "two", "three"]
     monkeypatch.setattr(demo, "OPTIONS", options)
-    monkeypatch.setattr(demo, "read_prompts", lambda path, count: short[:count])
-    monkeypatch.setattr("slipstream.lab.bench.read_prompts", lambda path, count: short[:count])
+    monkeypatch.setattr("slipstream.lab.bench.read_prompts", lambda path, limit: short[:limit])
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     demo.main()

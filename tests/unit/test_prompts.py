@@ -13,33 +13,31 @@ def test_prompts_come_in_the_order_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"turns": ["a\u2028z", "b"]}\n\n{"turns": ["c"]}\n', encoding="utf-8")
     assert read_prompts(path) == ["a\u2028z", "c"]
-    assert read_prompts(path, 1) == ["a\u2028z"]
+    assert read_prompts(path, limit=1) == ["a\u2028z"]
     assert user("c") == [{"role": "user", "content": "c"}]
 
 
 def test_the_package_brings_a_sample() -> None:
-    assert len(read_prompts(None)) == len(read_prompts(None, 16)) == 16
+    assert len(read_prompts(None)) == len(read_prompts(None, limit=99)) == 16
     assert prompts_name(None) == "gsm8k_sample"
 
 
 @pytest.mark.parametrize(
-    ("text", "count", "says"),
+    ("text", "says"),
     [
-        ("", 1, "has 0 prompts"),
-        ("\n \n", None, "has 0 prompts"),
-        ('{"turns": ["a"]}', 2, "has 1 prompts and 2"),
-        ('{"turns": ["a"]}', 0, "requests is 0"),
-        ('{"turns": []}', 1, "line 1"),
-        ('{"turns": ["a"]}\n\n{"turn": "b"}', None, "line 3"),
-        ('{"turns": ["  "]}', 1, "not empty"),
-        ("nonsense", 1, "expected"),
+        ("", "holds no prompts"),
+        ("\n \n", "holds no prompts"),
+        ('{"turns": []}', "line 1"),
+        ('{"turns": ["a"]}\n\n{"turn": "b"}', "line 3"),
+        ('{"turns": ["  "]}', "not empty"),
+        ("nonsense", "expected"),
     ],
 )
-def test_bad_prompt_files_are_named(tmp_path: Path, text: str, count: int | None, says: str) -> None:
+def test_bad_prompt_files_are_named(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
-        read_prompts(path, count)
+        read_prompts(path)
 
 
 def test_a_missing_prompt_file_is_named(tmp_path: Path) -> None:
