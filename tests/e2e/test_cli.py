@@ -335,3 +335,5 @@ def test_wrong_train_options_are_named(run: Run, tmp_path: Path) -> None:
     refuses(run("train"), 2, "out")
     refuses(run("train", "--out", tmp_path, "--steps", 0), 2, "steps is 0")
     refuses(run("train", "--out", tmp_path, "--algorithm", "eagle"), 2, "eagle", "dspark")
+    (tmp_path / "c.json").write_text('{"preset": "dflash"}')
+    refuses(run("train", "--out", tmp_path, "--config", tmp_path / "c.json"), 2, "preset is 'dflash'", "zlab-dflash")

@@ -25,7 +25,7 @@ from slipstream.ops.lookup import lookup
 from slipstream.options import build
 from slipstream.train.answers import Answer, AnswerSet, Job, SlotGenerator
 from slipstream.train.attend import Dense, Flex, PackedAttend, packed_block_mask
-from slipstream.train.data import PackedRows, draw_blocks, pack
+from slipstream.train.data import PackedRows, anchor_candidates, draw_blocks, pack
 from slipstream.train.options import LossOptions, OptimOptions, Recipe, TrainOptions
 from slipstream.train.parallel import Ranks, launch
 from slipstream.train.presets import PRESETS, with_preset
@@ -292,7 +292,10 @@ def test_a_steps_loss_is_that_of_one_row_after_the_other(
         for parameter in trainer.drafter.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
     rows = trainer.rows.take(torch.arange(3))
-    blocks = draw_blocks(rows, trainer.lengths, 5, trainer._candidates(rows))
+    candidates = trainer._candidates(rows)
+    last_of_an_answer = rows.scored & ~anchor_candidates(rows)
+    assert bool((candidates & last_of_an_answer).any()) == (trainer.recipe.anchors == "scored")
+    blocks = draw_blocks(rows, trainer.lengths, 5, candidates)
     loss, terms = trainer.loss(rows, blocks)
     scale, sums, norm = trainer.recipe.losses, dict.fromkeys(("ce", "l1", "kl", "confidence"), 0.0), 0.0
     for row in range(3):
