@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slipstream.config import EngineConfig, SamplingParams, SpeculativeConfig
     from slipstream.errors import SlipstreamError
-    from slipstream.llm import LLM, Completion, Models, load_models
+    from slipstream.llm import LLM, Completion
+    from slipstream.load import Models, load_models
     from slipstream.stream import Chunk
 
 __version__ = "0.1.0"
@@ -32,11 +33,11 @@ _HOMES = {
     "Chunk": "slipstream.stream",
     "Completion": "slipstream.llm",
     "EngineConfig": "slipstream.config",
-    "Models": "slipstream.llm",
+    "Models": "slipstream.load",
     "SamplingParams": "slipstream.config",
     "SlipstreamError": "slipstream.errors",
     "SpeculativeConfig": "slipstream.config",
-    "load_models": "slipstream.llm",
+    "load_models": "slipstream.load",
 }
 
 

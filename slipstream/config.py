@@ -1,7 +1,7 @@
 """Options as values: what a request may ask for, how speculation is done, how the engine is sized.
 
 Frozen and keyword-only. Each class checks itself when it is made and says which field is wrong and what to do. The
-engine never looks at a mode's name: `SpeculativeConfig.mode` is turned into one Policy object at the edge (`llm.py`).
+engine never looks at a mode's name: `SpeculativeConfig.mode` is turned into one Policy object at the edge (`build.py`).
 """
 
 import dataclasses

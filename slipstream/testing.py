@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.draft.base import Draft, DraftView, Sampler
 from slipstream.engine import Engine
-from slipstream.llm import Models
+from slipstream.load import Models
 from slipstream.models.checkpoint import DrafterSpec, spec_from_config
 from slipstream.models.decoder import Decoder
 from slipstream.models.drafters import BlockDrafter

@@ -3,7 +3,7 @@
 The two layouts differ in which row predicts which token; a wrong choice loads cleanly and drafts at under 1%
 acceptance, and the output stays right, so nothing else would say it. The target continues a fixed prompt, one pass
 of the drafter runs blocks from anchors all over the answer, and the same rows are compared with the target's tokens
-under both readings. Knows nothing of pages or sampling; called by `llm.load_models` for files of other makers.
+under both readings. Knows nothing of pages or sampling; called by `load.load_models` for files of other makers.
 
 Shapes: L tokens of prompt and answer, N blocks, m tokens compared per block, R rows of a call, K taps.
 """

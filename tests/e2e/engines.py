@@ -18,7 +18,8 @@ from slipstream.decide.policy import Adaptive, make_policy
 from slipstream.device.batch import Batch
 from slipstream.draft.base import Draft, DraftView, Sampler
 from slipstream.engine import Engine
-from slipstream.llm import LLM, Models
+from slipstream.llm import LLM
+from slipstream.load import Models
 from slipstream.plan import Decision, StepPlan, StepResult
 from slipstream.testing import tiny_models, tiny_spec
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from slipstream import LLM, SamplingParams, SpeculativeConfig
 from slipstream.cli import main
 from slipstream.errors import ConfigError
-from slipstream.llm import load_models
+from slipstream.load import load_models
 from slipstream.models.drafters import BlockDrafter, load_drafter, save_drafter
 from slipstream.models.export import ExportTarget, export_drafter
 from slipstream.models.locate import TARGETS, built_in_drafters, resolve_target
@@ -80,7 +80,7 @@ def test_a_contradicted_layout_is_warned_of_with_the_remedy(
 ) -> None:
     """The load goes on: output does not depend on it, and the probe may err."""
     found = LayoutAgreement(layout="anchor_first", as_read=0.02, other=0.6, num_compared=60)
-    monkeypatch.setattr("slipstream.llm.layout_agreement", lambda *_: found)
+    monkeypatch.setattr("slipstream.load.layout_agreement", lambda *_: found)
     with caplog.at_level(logging.WARNING, "slipstream"):
         models = load_models(str(tiny_folders[0]), str(foreign), dtype="float32")
     (message,) = [record.getMessage() for record in caplog.records]

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream import llm as llm_module
 from slipstream.config import SamplingParams, SpeculativeConfig
 from slipstream.decide.cost import CostModel, DraftTimes, LinearCost
 from slipstream.draft import ngram
 from slipstream.draft.base import Draft
 from slipstream.draft.ngram import NGramDraft
 from slipstream.errors import ConfigError
-from slipstream.llm import LLM, load_models
+from slipstream.llm import LLM
+from slipstream.load import Models, load_models
 from slipstream.models.layers import DenseAttend
 from slipstream.rehearse import time_step
 from slipstream.testing import assert_nothing_left, tiny_models, tiny_spec
@@ -304,17 +304,21 @@ def test_it_is_loaded_from_nowhere(tiny_folders, monkeypatch, tmp_path):
     """No file is looked for, in the working directory neither; the calibration of a folder beside it is not read."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ngram").mkdir()
-    monkeypatch.setattr(llm_module, "load_drafter", None)
+    monkeypatch.setattr("slipstream.load.load_drafter", None)
     models = load_models(str(tiny_folders[0]), "ngram", dtype="float32")
     assert (models.network, models.drafter_name, models.drafter_path) == (None, "ngram", None)
 
 
-def test_a_calibration_beside_a_network_is_not_for_it(tmp_path):
+def test_what_lies_beside_a_network_is_not_for_other_drafters(tmp_path):
+    """Neither its calibration nor its cost profile: for look-up by name, or for a drafter of the caller's own."""
     (tmp_path / "calibration.json").write_text("not JSON")
     whole = tiny_models("dspark", spec=tiny_spec(vocab_size=VOCAB))
-    models = llm_module.Models(whole.target, whole.tokenizer, whole.network, "tiny", "dspark", Path(tmp_path))
+    models = Models(whole.target, whole.tokenizer, whole.network, "tiny", "dspark", Path(tmp_path))
     config = SpeculativeConfig.for_mode("lag", draft_model="ngram", cost_model="none")
     LLM(models, speculative=config, max_model_len=64, max_num_seqs=2)
+    own = SpeculativeConfig.for_mode("lag", draft_model="mine", speculative_algorithm="dflash")
+    llm = LLM(models, speculative=own, drafter=NGramDraft(CPU), max_model_len=64, max_num_seqs=2)
+    assert "--mine--" in str({field: value for field, value, _ in llm.notes}["cost_model"])
     with pytest.raises(ConfigError, match="calibration"):
         LLM(models, speculative=SpeculativeConfig.for_mode("lag", draft_model="dspark", cost_model="none"),
             max_model_len=64, max_num_seqs=2)  # fmt: skip

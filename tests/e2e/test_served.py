@@ -8,7 +8,8 @@ from functools import cache
 import pytest
 import torch
 
-from slipstream.llm import LLM, Models
+from slipstream.llm import LLM
+from slipstream.load import Models
 from slipstream.testing import assert_nothing_left, tiny_models, tiny_spec, tiny_tokenizer
 from tests.e2e.engines import Spy, greedy, make_llm, prompts_of
 

@@ -11,7 +11,7 @@ import torch
 from slipstream.config import MODES, SamplingParams
 from slipstream.draft.ngram import NGramDraft
 from slipstream.engine import Engine
-from slipstream.llm import Models
+from slipstream.load import Models
 from slipstream.testing import tiny_models, tiny_spec
 from tests.lossless.harness import judge, run
 

@@ -14,7 +14,8 @@ from slipstream.config import SamplingParams, SpeculativeConfig
 from slipstream.decide.cost import CostModel, DraftTimes, LinearCost
 from slipstream.decide.policy import make_policy
 from slipstream.draft.base import Drafter
-from slipstream.llm import LLM, Models
+from slipstream.llm import LLM
+from slipstream.load import Models
 from slipstream.metrics import SpecCounters
 from slipstream.models.layers import DenseAttend
 from slipstream.ops.noise import gumbel

@@ -11,7 +11,7 @@ import pytest
 from slipstream.config import MODES, SamplingParams
 from slipstream.decide.cost import CostModel
 from slipstream.draft.base import Drafter
-from slipstream.llm import Models
+from slipstream.load import Models
 from slipstream.testing import TableDrafter, next_token_table, tiny_models, tiny_spec
 from tests.lossless.harness import NearTies, Run, judge, run, scripted_cost
 

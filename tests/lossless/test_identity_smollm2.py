@@ -15,7 +15,7 @@ import pytest
 from slipstream.config import MODES, SamplingParams
 from slipstream.decide.cost import CostModel
 from slipstream.draft.base import Drafter
-from slipstream.llm import Models, load_models
+from slipstream.load import Models, load_models
 from slipstream.testing import TableDrafter, next_token_table
 from tests.lossless.harness import NearTies, Run, judge, run, scripted_cost
 

@@ -1,0 +1,127 @@
+"""Names become weights: a target, its tokenizer and a drafter, on one device and in one dtype.
+
+What was chosen, and why, goes along as notes. Several engines may share what is loaded (`Models`). Knows nothing of
+requests or pools; called by `llm` and by whoever runs several engines on the same weights.
+"""
+
+import logging
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from slipstream.config import NGRAM
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.models.decoder import Decoder
+from slipstream.models.drafters import BlockDrafter, load_drafter
+from slipstream.models.layers import prepack_networks
+from slipstream.models.locate import resolve_drafter, resolve_target
+from slipstream.models.probe import PROMPT, layout_agreement
+from slipstream.models.tokenizer import Tokenizer, load_tokenizer
+from slipstream.models.weights import load_decoder
+
+log = logging.getLogger("slipstream")
+
+Note: TypeAlias = tuple[str, object, str]  # field, value, reason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Models:
+    """Loaded weights and the tokenizer; read-only, so that several engines can share them."""
+
+    target: Decoder
+    tokenizer: Tokenizer
+    network: BlockDrafter | None
+    target_name: str
+    drafter_name: str | None
+    drafter_path: Path | None
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.target.head_weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.head_weight.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that mean something; the target's table may be padded beyond them."""
+        return min(self.tokenizer.vocab_size, self.target.spec.vocab_size)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.eos_token_ids) | frozenset(self.target.spec.eos_token_ids)
+
+
+def load_models(
+    model: str, draft_model: str | None = None, *, dtype: str = "auto", device: str = "auto", layout: str = "auto"
+) -> Models:
+    """Load a target (folder, .gguf file or built-in name), its tokenizer, and a drafter (folder, built-in name, or ngram).
+
+    `layout` other than auto overrides what the drafter says about its rows (`SpeculativeConfig.draft_layout`).
+    """
+    notes: list[Note] = []
+    on = _device(device, notes)
+    kind = _dtype(dtype, on, notes)
+    path = resolve_target(model)
+    target = load_decoder(path, kind, on)
+    tokenizer = load_tokenizer(path)
+    folder = None if draft_model is None or draft_model == NGRAM else resolve_drafter(draft_model)
+    asked = None if layout == "auto" else layout
+    network = None if folder is None else load_drafter(folder, target, kind, on, asked)
+    if network is not None:
+        notes.append(("layout", network.spec.layout, network.spec.layout_reason))
+    if prepack_networks(target, *([network] if network else [])):
+        notes.append(("weights", "prepacked", "in the order in which this CPU multiplies bf16 matrices"))
+    if network is not None and network.spec.dialect != "slipstream":  # our own files say twice how they are read
+        notes.append(_probe(target, network, tokenizer))
+    return Models(target, tokenizer, network, model, draft_model, folder, tuple(notes))
+
+
+def _probe(target: Decoder, network: BlockDrafter, tokenizer: Tokenizer) -> Note:
+    """Whether the drafter's rows are read rightly; a layout that the target's own tokens contradict is warned of."""
+    try:
+        prompt = tokenizer.chat([{"role": "user", "content": PROMPT}])
+    except SlipstreamError:  # no chat template, or one that wants other messages
+        prompt = PROMPT
+    found = layout_agreement(target, network, tokenizer.encode(prompt))
+    if found is None:
+        return ("layout_probe", "not run", "the target is too slow, or a context too short, to compare with its answer")
+    if found.verdict == "contradicts":
+        log.warning("the drafter's layout is probably wrong: %s; set draft_layout to %s", found, found.other_layout)
+    return ("layout_probe", found.verdict, str(found))
+
+
+def _device(asked: str, notes: list[Note]) -> torch.device:
+    if asked != "auto":
+        if asked.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError(f"device is {asked!r}, but torch sees no GPU; use device auto or cpu")
+        try:
+            return torch.device(asked)
+        except RuntimeError as error:
+            raise ConfigError(f"device is {asked!r}; choose auto, cpu, cuda or cuda:N") from error
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    notes.append(("device", str(device), "a GPU is there" if device.type == "cuda" else "torch sees no GPU"))
+    return device
+
+
+def _dtype(asked: str, device: torch.device, notes: list[Note]) -> torch.dtype:
+    if asked != "auto":
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[asked]
+    if device.type == "cuda" or _cpu_has_bf16():
+        notes.append(("dtype", "bfloat16", f"the {device.type} computes it natively"))
+        return torch.bfloat16
+    notes.append(("dtype", "float32", "this CPU has no bf16 instructions"))
+    return torch.float32
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether matrix products in bf16 are native: emulated, they are many times slower than fp32."""
+    if platform.system() != "Linux":
+        return platform.machine() == "arm64"
+    flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
