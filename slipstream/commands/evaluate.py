@@ -10,7 +10,8 @@ import typer
 from slipstream.commands import flags
 from slipstream.commands.shared import as_tuple, deliver, options_of, say, screen
 from slipstream.errors import ConfigError
-from slipstream.lab.scores import EvaluateOptions, scores_tables
+from slipstream.lab.evaluate_options import EvaluateOptions
+from slipstream.lab.scores import scores_tables
 from slipstream.options import MODE_FLAGS, Options
 
 

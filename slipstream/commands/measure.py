@@ -10,7 +10,7 @@ import typer
 from slipstream.commands import flags
 from slipstream.commands.shared import as_tuple, deliver, numbers, options_of, print_json, say, screen, start
 from slipstream.errors import ConfigError
-from slipstream.lab.cases import BenchOptions
+from slipstream.lab.bench_options import BenchOptions
 from slipstream.lab.report import probe_table, rows_table
 from slipstream.options import MODE_FLAGS, Options
 

@@ -366,21 +366,23 @@ def _widths(widths: Ints, reason: str = "", caps: Ints | None = None) -> Decisio
 # -------------------------------------------------------------------------------------------------------------- making
 
 
-def resolve_signal(config: SpeculativeConfig, *, has_head: bool, drafts_sampled: bool) -> tuple[Signal, str]:
-    """The confidence that is used, and why."""
-    asked = config.confidence_signal
+def resolve_signal(
+    asked: Signal | Literal["auto"], *, has_head: bool, drawn_biases: bool = False
+) -> tuple[Signal, str]:
+    """The confidence that is used, and why.
+
+    `drawn_biases`: whether a draft is verified depends on its own step's confidence, in a way that would bias the output
+    if that were its own draw.
+    """
     if asked == "auto":
         return (
             ("head", "the drafter has a confidence head")
             if has_head
             else ("peak", "the drafter has no confidence head")
         )
-    if asked == "head":
-        if not has_head:
-            raise ConfigError("confidence_signal is 'head', but the drafter has no confidence head; use auto or peak")
-        return "head", "as asked"
-    decides_fresh = config.mode in ("adaptive", "lag-budget")
-    if asked == "drawn" and decides_fresh and config.acceptance == "rejection" and drafts_sampled:
+    if asked == "head" and not has_head:
+        raise ConfigError("confidence_signal is 'head', but the drafter has no confidence head; use auto or peak")
+    if asked == "drawn" and drawn_biases:
         return "peak", (
             "whether a sampled draft is verified may not depend on its own draw under rejection, "
             "so 'drawn' would bias the output; 'peak' is used instead"
@@ -406,7 +408,8 @@ def make_policy(
     """
     if config.mode in ("off", "static"):
         return FullWidth(num_drafts if config.mode == "static" else 0), []
-    signal, why = resolve_signal(config, has_head=has_head, drafts_sampled=drafts_sampled)
+    drawn_biases = config.mode in ("adaptive", "lag-budget") and config.acceptance == "rejection" and drafts_sampled
+    signal, why = resolve_signal(config.confidence_signal, has_head=has_head, drawn_biases=drawn_biases)
     reasons: list[Reason] = [("confidence_signal", signal, why)]
     if cost is None:
         reasons.append(("cost_model", None, NO_COST_MODEL))

@@ -4,31 +4,21 @@ A case is (mode, S, concurrency); each has its own engine over shared weights. C
 of flags or terminals: `slipstream bench` and the demo make the options and show what comes back.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slipstream.config import SamplingParams
 from slipstream.errors import ConfigError
 from slipstream.lab import ceilings, machine
-from slipstream.lab.cases import BenchOptions, Case, label
-from slipstream.lab.critical_path import critical_path
-from slipstream.lab.report import (
-    NO_CRITICAL_PATH,
-    Answer,
-    Settings,
-    Wave,
-    bench_row,
-    ceiling_line,
-    compare_to_off,
-    ttft_in_turn_ms,
-)
-from slipstream.llm import LLM, Completion, Models, load_models
+from slipstream.lab.bench_options import BenchOptions, Case, label
+from slipstream.lab.measure import load, request_params, run_wave, sizes, warm_up
+from slipstream.lab.report import Settings, bench_row, ceiling_line
+from slipstream.lab.waves import Wave
+from slipstream.llm import LLM, Completion
+from slipstream.load import Models
 from slipstream.prompts import Messages, prompts_name, read_prompts, user
 from slipstream.rehearse import time_step
 
-WARM_UP_TOKENS = 8
 STEP_CONTEXT = 192  # tokens of KV of the steps that are timed alone
 
 
@@ -42,10 +32,7 @@ class BenchResult:
 def run(options: BenchOptions, say: Callable[[str], None]) -> BenchResult:
     """Measure all cases; `say` gets one line per thing done."""
     conversations = [user(prompt) for prompt in read_requests(options)]
-    models = load_models(
-        options.model, options.draft, dtype=_engine(options, "dtype"), device=_engine(options, "device"),
-        layout=options.speculative.get("draft_layout", "auto"),
-    )  # fmt: skip
+    models = load(options.model, options.draft, options.engine, options.speculative)
     cases = options.cases()
     llms = [start(models, case, options, conversations, say) for case in cases]
     found = {**ceilings.ceilings(models.target), **step_times(llms)}
@@ -81,13 +68,10 @@ def start(
     """An engine for one case, warmed up: its first steps, and the cost model if it makes one, are not timed."""
     say(f"starting {label(case)}")
     engine = {
-        "max_model_len": positions_needed(models, conversations, options.sampling.max_tokens),
-        **{k: v for k, v in options.engine.items() if k not in ("dtype", "device")},
+        **sizes(models, conversations, options.sampling.max_tokens, options.engine),
         "max_num_seqs": case.concurrency,
     }
-    llm = LLM(models, speculative=options.speculative_config(case), **engine)
-    llm.chat(conversations[: case.concurrency], SamplingParams(max_tokens=WARM_UP_TOKENS))
-    return llm
+    return warm_up(LLM(models, speculative=options.speculative_config(case), **engine), conversations)
 
 
 def step_times(llms: Sequence[LLM]) -> dict[str, float]:
@@ -104,35 +88,6 @@ def step_times(llms: Sequence[LLM]) -> dict[str, float]:
     return found
 
 
-def run_wave(
-    llm: LLM, conversations: Sequence[Messages], params: Sequence[SamplingParams], probe: bool
-) -> tuple[Wave, tuple[Completion, ...]]:
-    """All requests once, at most `max_num_seqs` at a time."""
-    recorder = llm.record() if probe else None  # a new one, empty
-    steps_before = llm.engine.num_decode_steps
-    begin = time.perf_counter()
-    completions = tuple(llm.chat(conversations, params))
-    wall_s = time.perf_counter() - begin
-    first_token_ms = ttft_in_turn_ms([c.timing for c in completions], llm.engine.scheduler.limits.max_num_seqs)
-    answers = tuple(
-        Answer(token_ids=tuple(c.token_ids), spec=c.spec, ttft_ms=ttft, tpot_ms=c.timing.tpot_ms)
-        for c, ttft in zip(completions, first_token_ms, strict=True)
-    )
-    wave = Wave(
-        wall_s=wall_s,
-        num_steps=llm.engine.num_decode_steps - steps_before,
-        answers=answers,
-        critical_path=critical_path(recorder.spans) if recorder else NO_CRITICAL_PATH,
-    )
-    return wave, completions
-
-
-def request_params(sampling: SamplingParams, count: int) -> list[SamplingParams]:
-    """The same for all, but each request with a seed of its own, equal in every mode and wave."""
-    seed = sampling.seed or 0
-    return [replace(sampling, seed=seed + index) for index in range(count)]
-
-
 def make_rows(
     options: BenchOptions, models: Models, cases: Sequence[Case], llms: Sequence[LLM], waves: Sequence[Sequence[Wave]]
 ) -> list[dict[str, Any]]:
@@ -142,12 +97,13 @@ def make_rows(
         acceptance=options.speculative.get("acceptance", "coupled"),
         temperature=options.sampling.temperature,
     )
+    off = {case.concurrency: measured for case, measured in zip(cases, waves, strict=True) if case.mode == "off"}
     rows = []
     for case, llm, measured in zip(cases, llms, waves, strict=True):
         notes: dict[str, Any] = {name: value for name, value, _ in llm.notes}
         resolved = replace(case, num_speculative_tokens=llm.engine.scheduler.limits.max_drafts or None)
-        rows.append(bench_row(resolved, settings, notes.get("confidence_signal"), measured))
-    compare_to_off(rows, [measured[0].answers for measured in waves])
+        plain = off.get(case.concurrency, ())
+        rows.append(bench_row(resolved, settings, notes.get("confidence_signal"), measured, plain))
     return rows
 
 
@@ -163,13 +119,3 @@ def make_report(
         "draft": options.draft,
         "rows": rows,
     }
-
-
-def _engine(options: BenchOptions, name: str) -> str:
-    return str(options.engine.get(name, "auto"))
-
-
-def positions_needed(models: Models, conversations: Sequence[Messages], max_tokens: int) -> int:
-    """Room for the longest request and a block beyond it, so that small benches do not reserve a whole context."""
-    longest = max(len(models.tokenizer.encode(models.tokenizer.chat(messages))) for messages in conversations)
-    return min(longest + max_tokens + 32, models.target.spec.max_position_embeddings)

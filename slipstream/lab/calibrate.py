@@ -17,14 +17,16 @@ from rich import box
 from rich.table import Table
 
 from slipstream.config import NGRAM, Signal, SpeculativeConfig
-from slipstream.decide.scaling import Quality, fit_temperatures, quality, reliability
 from slipstream.decide.survival import CLASSES, Calibration
 from slipstream.errors import ConfigError
 from slipstream.lab import machine
 from slipstream.lab.calibrate_options import CalibrateOptions
 from slipstream.lab.plots import ReliabilityPanel, reliability_plot, require_matplotlib
+from slipstream.lab.quality import Quality, quality, reliability
+from slipstream.lab.scaling import fit_temperatures
 from slipstream.lab.traces import Bools, DraftTrace, Floats, collect_trace, replay
-from slipstream.llm import LLM, Models, load_models
+from slipstream.llm import LLM
+from slipstream.load import Models, load_models
 from slipstream.prompts import Messages, read_prompts, user
 
 BUILT_IN = "calibration_sample"

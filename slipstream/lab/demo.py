@@ -15,7 +15,7 @@ from rich.text import Text
 from slipstream.config import SamplingParams
 from slipstream.errors import SlipstreamError
 from slipstream.lab.bench import BenchResult, read_requests, run
-from slipstream.lab.cases import BenchOptions, label
+from slipstream.lab.bench_options import BenchOptions, label
 from slipstream.lab.paint import ACCEPTED, painted, pieces_of
 from slipstream.lab.report import plain_json, rows_table
 from slipstream.models.locate import resolve_target

@@ -16,13 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.config import SamplingParams
-from slipstream.decide.survival import Calibration
+from slipstream.decide.survival import Calibration, find_calibration
 from slipstream.lab import machine
-from slipstream.lab.bench import WARM_UP_TOKENS, positions_needed, request_params, run_wave
-from slipstream.lab.report import Wave
-from slipstream.lab.scores import OFF, POOLED, Cell, EvaluateOptions, Steps, score_row
-from slipstream.lab.traces import DraftTrace, collect_trace, replay
-from slipstream.llm import LLM, Completion, Models, load_models
+from slipstream.lab.evaluate_options import OFF, EvaluateOptions
+from slipstream.lab.measure import load, request_params, run_wave, sizes, warm_up
+from slipstream.lab.scores import POOLED, Cell, Steps, score_row
+from slipstream.lab.traces import DraftTrace, collect_trace, foretell
+from slipstream.lab.waves import Wave
+from slipstream.llm import LLM, Completion
+from slipstream.load import Models
 from slipstream.prompts import Messages, read_prompts, user
 
 Say = Callable[[str], None]
@@ -51,10 +53,7 @@ class Traced:
 def run(options: EvaluateOptions, say: Say) -> dict[str, Any]:
     """The report that `--json` prints; `say` gets one line per thing done."""
     groups = groups_of(options)
-    models = load_models(
-        options.model, options.draft, dtype=_engine(options, "dtype"), device=_engine(options, "device"),
-        layout=options.speculative.get("draft_layout", "auto"),
-    )  # fmt: skip
+    models = load(options.model, options.draft, options.engine, options.speculative)
     traced = {drafter: trace(options, models, drafter, groups, say) for drafter in options.drafters}
     waves = time_groups(options, models, groups, say)
     cells = {
@@ -113,20 +112,15 @@ def trace(options: EvaluateOptions, models: Models, drafter: str, groups: Sequen
 def steps_of(found: DraftTrace, calibration: Path | None) -> Steps:
     """The trace with the survivals that an engine would have gone by."""
     scale_np = None if calibration is None else Calibration.load(calibration).scale_np(found.signal, found.num_drafts)
-    served = replay(found, scale_np)
+    foretold = foretell(found, scale_np)
     return Steps(
         signal=found.signal,
         widths_np=found.widths_np,
         accepted_np=found.accepted_np,
         survived_np=found.survived_np,
         known_np=found.known_np,
-        survival_np={
-            "raw": replay(found, learns=False).fresh_np,
-            "file": replay(found, scale_np, learns=False).fresh_np,
-            "fresh": served.fresh_np,
-            "lagged": served.lagged_np,
-        },
-        lag_known_np=served.lag_known_np,
+        survival_np=foretold.survival_np,
+        lag_known_np=foretold.lag_known_np,
     )
 
 
@@ -139,7 +133,7 @@ def time_groups(
     for index, group in enumerate(groups):
         for number in range(options.waves):
             for name, llm in llms.items():
-                wave, _ = run_wave(llm, group.conversations, group.params, probe=False)
+                wave, _ = run_wave(llm, group.conversations, group.params)
                 waves[name, index] = (*waves.get((name, index), ()), wave)
                 turn = f"{group.prompts} at T = {group.temperature:g}, wave {number + 1}/{options.waves}"
                 say(f"{turn}  {name}: {wave.tok_per_s:.1f} tok/s")
@@ -149,14 +143,9 @@ def time_groups(
 def start(options: EvaluateOptions, models: Models, drafter: str, groups: Sequence[Group], say: Say) -> LLM:
     """An engine for one case; its first steps are not timed."""
     say(f"starting {drafter}")
-    llm = LLM(
-        models,
-        speculative=options.config_of(drafter),
-        max_num_seqs=options.concurrency,
-        **_sizes(options, models, groups),
-    )
-    llm.chat(groups[0].conversations[: options.concurrency], SamplingParams(max_tokens=WARM_UP_TOKENS))
-    return llm
+    room = _sizes(options, models, groups)
+    llm = LLM(models, speculative=options.config_of(drafter), max_num_seqs=options.concurrency, **room)
+    return warm_up(llm, groups[0].conversations)
 
 
 # ----------------------------------------------------------------------------------------------------------------- rows
@@ -208,18 +197,15 @@ def conditions(options: EvaluateOptions, models: Models) -> dict[str, Any]:
         "sampling": {
             name: getattr(options.sampling, name) for name in ("max_tokens", "top_p", "top_k", "seed", "ignore_eos")
         },
-        "calibration": {drafter: file and str(file) for drafter, file in files.items()},
+        "calibration_file": {drafter: file and str(file) for drafter, file in files.items()},
     }
 
 
 def calibration_file(options: EvaluateOptions, models: Models, drafter: str) -> Path | None:
-    """The file that an engine would use: the one named, for the drafter under test, else the one in its folder."""
+    """The file that an engine would use for the drafter under test; n-gram look-up beside it has none."""
     if drafter != options.draft:
         return None
-    if "calibration" in options.speculative:
-        return Path(options.speculative["calibration"])
-    path = models.drafter_path and models.drafter_path / "calibration.json"
-    return path if path and path.is_file() else None
+    return find_calibration(options.speculative.get("calibration"), models.drafter_path)
 
 
 def _signal(options: EvaluateOptions, drafter: str) -> Any:
@@ -227,13 +213,6 @@ def _signal(options: EvaluateOptions, drafter: str) -> Any:
     return options.speculative.get("confidence_signal", "auto") if drafter == options.draft else "auto"
 
 
-def _sizes(options: EvaluateOptions, models: Models, groups: Sequence[Group]) -> dict[str, Any]:
-    """Fields of EngineConfig: room for the longest request unless asked otherwise."""
+def _sizes(options: EvaluateOptions, models: Models, groups: Sequence[Group]) -> Any:
     conversations = [messages for group in groups for messages in group.conversations]
-    room = positions_needed(models, conversations, options.sampling.max_tokens)
-    asked = {name: value for name, value in options.engine.items() if name not in ("dtype", "device")}
-    return {"max_model_len": room, **asked}
-
-
-def _engine(options: EvaluateOptions, name: str) -> str:
-    return str(options.engine.get(name, "auto"))
+    return sizes(models, conversations, options.sampling.max_tokens, options.engine)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.decide.scaling import Bin
 from slipstream.errors import ConfigError
+from slipstream.lab.quality import Bin
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,120 +1,28 @@
-"""What `evaluate` says of drafters: its options, the figures of a row, the table. Torch-free.
+"""What `evaluate` says of drafters: the figures of a row, the tables. Torch-free.
 
 A cell is one drafter on one set of prompts at one temperature: the answers and drafting steps of a trace, and timed waves
 in mode static. Speed comes from the waves, everything else from the trace. A pooled cell is several sets taken together.
 Where figures come from is `evaluate`'s business; what they mean is decided here.
 """
 
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from rich import box
 from rich.table import Table
 
-from slipstream.config import NGRAM, SamplingParams, SpeculativeConfig
-from slipstream.decide.scaling import quality
-from slipstream.errors import ConfigError
-from slipstream.lab.report import Wave
-from slipstream.loops import ends_in_loop
-from slipstream.metrics import SpecCounters
-from slipstream.prompts import prompts_name
+from slipstream.lab.quality import quality
+from slipstream.lab.tables import new_table, share, shown
+from slipstream.lab.waves import Answered, Wave, same_answers, speed, straight, total
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
-OFF = "off"  # plain decoding, among the baselines
-BASELINES = (OFF, NGRAM)
 POOLED = "all"  # prompts of all sets together
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluateOptions:
-    model: str = "smollm2-135m"
-    draft: str = "smollm2-135m-dspark"
-    prompts: tuple[Path, ...] = ()  # each file is a set, called by its stem; none: the package's sample
-    limit: int | None = None  # prompts of each set, its first ones; None: all
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    num_speculative_tokens: int | None = None  # S; None: what a drafter makes, at most 7
-    concurrency: int = 8
-    baselines: tuple[str, ...] = BASELINES
-    waves: int = 1  # timed passes of each cell; 0: no speed, and no plain decoding to compare with
-    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=256))
-    speculative: Mapping[str, Any] = field(default_factory=dict)  # further fields of SpeculativeConfig
-    engine: Mapping[str, Any] = field(default_factory=dict)  # fields of EngineConfig
-
-    def __post_init__(self) -> None:
-        for name, least in (("concurrency", 1), ("waves", 0), ("limit", 1)):
-            value = getattr(self, name)
-            if not (value is None and name == "limit") and (type(value) is not int or value < least):
-                raise ConfigError(f"{name} is {value!r}; it must be a whole number from {least}")
-        for baseline in self.baselines:
-            if baseline not in BASELINES:
-                raise ConfigError(f"baselines holds {baseline!r}; choose among {', '.join(BASELINES)}, or none")
-        for name, values in (
-            ("temperature", self.temperatures), ("prompts", self.set_names), ("baselines", self.baselines)
-        ):  # fmt: skip
-            if len(set(values)) < len(values):
-                raise ConfigError(f"{name} is {', '.join(map(str, values))}; name each once")
-        if not self.temperatures:
-            raise ConfigError("temperature names no value; give at least one")
-        for temperature in self.temperatures:
-            replace(self.sampling, temperature=temperature)  # refuses what is no temperature
-        # These two refuse what does not go together: options of drafting, and of a signal to go by.
-        self.config_of(self.draft)
-        SpeculativeConfig.for_mode("adaptive", draft_model=self.draft, **self.speculative)
-
-    @property
-    def sets(self) -> tuple[Path | None, ...]:
-        """Prompt files; None is the package's sample."""
-        return self.prompts or (None,)
-
-    @property
-    def set_names(self) -> tuple[str, ...]:
-        return tuple(prompts_name(path) for path in self.sets)
-
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        """Who drafts, the baseline first."""
-        return tuple(dict.fromkeys([*(name for name in self.baselines if name != OFF), self.draft]))
-
-    @property
-    def timed(self) -> tuple[str, ...]:
-        """Who takes turns in the timed waves."""
-        return ((OFF,) if OFF in self.baselines else ()) + self.drafters if self.waves else ()
-
-    def config_of(self, drafter: str) -> SpeculativeConfig:
-        """Full width. Options about how drafts are drawn are those of the drafter under test."""
-        if drafter == OFF:
-            return SpeculativeConfig()
-        names = {"acceptance"} if drafter != self.draft else set(self.speculative) - SIGNAL_FIELDS
-        shared = {name: self.speculative[name] for name in names & self.speculative.keys()}
-        return SpeculativeConfig.for_mode(
-            "static", draft_model=drafter, num_speculative_tokens=self.num_speculative_tokens, **shared
-        )
-
-    def same_text(self, temperature: float) -> bool:
-        """Whether drafts must not change the text. Under rejection at T > 0 only its distribution is the same."""
-        return temperature == 0 or self.speculative.get("acceptance", "coupled") == "coupled"
-
-
-# Of a trace, not of the engine that makes it, which runs in mode static.
-SIGNAL_FIELDS = frozenset({"confidence_signal", "calibration"})
-
-
-class Answered(Protocol):
-    """The part of a completion that is counted."""
-
-    @property
-    def token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def spec(self) -> SpecCounters: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -197,12 +105,12 @@ def score_row(
 
 def counted(answers: Sequence[Answered]) -> dict[str, Any]:
     """Counters of the answers, with and without those that end in a loop."""
-    straight = [answer for answer in answers if not ends_in_loop(answer.token_ids)]
-    counters, no_loops = total(answers), total(straight)
+    without_loops = straight(answers)
+    counters, no_loops = total(answers), total(without_loops)
     return {
         "requests": len(answers),
         "output_tokens": sum(len(answer.token_ids) for answer in answers),
-        "looping_answers": len(answers) - len(straight),
+        "looping_answers": len(answers) - len(without_loops),
         "steps": counters.steps,
         "drafted": counters.drafted,
         "verified": counters.verified,
@@ -212,13 +120,6 @@ def counted(answers: Sequence[Answered]) -> dict[str, Any]:
         "mean_accepted_length": counters.mean_accepted_length,
         "mean_accepted_length_no_loops": no_loops.mean_accepted_length,
     }
-
-
-def total(answers: Sequence[Answered]) -> SpecCounters:
-    counters = SpecCounters()
-    for answer in answers:
-        counters.merge(answer.spec)
-    return counters
 
 
 def foretold(steps: Steps) -> dict[str, Any]:
@@ -244,26 +145,6 @@ def acceptance_at(steps: Steps) -> list[float | None]:
     return rates
 
 
-def speed(waves: Sequence[Wave], plain: Sequence[Wave]) -> dict[str, Any]:
-    """Median over waves, and relative to plain decoding."""
-    speeds = [wave.tok_per_s for wave in waves]
-    median = statistics.median(speeds) if speeds else None
-    off = statistics.median(wave.tok_per_s for wave in plain) if plain else None
-    return {
-        "wave_tok_per_s": speeds,
-        "tok_per_s": median,
-        "ratio_to_off": median / off if median is not None and off else None,
-    }
-
-
-def same_answers(waves: Sequence[Wave], plain: Sequence[Wave]) -> int | None:
-    """How many answers equal plain decoding's; all but near ties should."""
-    if not waves or not plain:
-        return None
-    pairs = zip(waves[0].answers, plain[0].answers, strict=True)
-    return sum(ours.token_ids == theirs.token_ids for ours, theirs in pairs)
-
-
 # ----------------------------------------------------------------------------------------------------------------- tables
 
 
@@ -277,12 +158,12 @@ def _gains(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     for row in rows:
         table.add_row(
             *_names(row),
-            _shown(row["mean_accepted_length"], ".2f"),
-            _shown(row["mean_accepted_length_no_loops"], ".2f"),
-            _shown(row["looping_answers"] / row["requests"], ".0%"),
-            _shown(row["tok_per_s"], ".1f"),
-            _shown(row["ratio_to_off"], ".2f"),
-            "-" if row["same_as_off"] is None else f"{row['same_as_off']}/{row['requests']}",
+            shown(row["mean_accepted_length"], ".2f"),
+            shown(row["mean_accepted_length_no_loops"], ".2f"),
+            shown(row["looping_answers"] / row["requests"], ".0%"),
+            shown(row["tok_per_s"], ".1f"),
+            shown(row["ratio_to_off"], ".2f"),
+            share(row["same_as_off"], row["requests"]),
         )
     return table
 
@@ -296,27 +177,15 @@ def _positions(rows: Sequence[Mapping[str, Any]]) -> Table:
         errors = (row["ece_fresh"], row["ece_lagged"])
         table.add_row(
             *_names(row),
-            *(_shown(rate, ".0f", 100) for rate in rates),
-            *(_shown(error, ".1f", 100) for error in errors),
+            *(shown(rate, ".0f", 100) for rate in rates),
+            *(shown(error, ".1f", 100) for error in errors),
         )
     return table
 
 
 def _table(title: str, heads: Sequence[str]) -> Table:
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True
-    )
-    table.add_column("prompts", overflow="fold")
-    table.add_column("T", justify="right")
-    table.add_column("drafter", overflow="fold")
-    for name in heads:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+    return new_table(title, ("prompts", "T", "drafter", *heads), ("prompts", "drafter"))
 
 
 def _names(row: Mapping[str, Any]) -> tuple[str, str, str]:
     return row["prompts"], f"{row['temperature']:g}", Path(row["drafter"]).name
-
-
-def _shown(value: float | None, spec: str, scale: int = 1) -> str:
-    return "-" if value is None else format(value * scale, spec)

@@ -15,14 +15,15 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.config import SamplingParams, Signal, SpeculativeConfig
+from slipstream.config import NGRAM, SamplingParams, Signal, SpeculativeConfig
 from slipstream.decide.policy import FullWidth, WaitsFor, resolve_signal
 from slipstream.decide.survival import SurvivalModel
 from slipstream.draft.base import Drafter
 from slipstream.errors import ConfigError
-from slipstream.lab.bench import positions_needed
-from slipstream.llm import LLM, Completion, Models
-from slipstream.metrics import SpecCounters
+from slipstream.lab.measure import sizes
+from slipstream.lab.quality import outcomes
+from slipstream.llm import LLM, Completion
+from slipstream.load import Models
 from slipstream.plan import DraftReport, StepPlan, StepResult
 from slipstream.prompts import Messages
 
@@ -37,18 +38,16 @@ class DraftTrace:
     """One row per decode step of a request in which a draft was made, in the order in which the engine took the steps.
 
     Where an answer ends inside an accepted run (a stop token, or the limit), `widths_np` and `accepted_np` end there
-    too and `cut_np` says so: nothing is known of the drafts behind it. Rows behind the end of an answer are left out.
+    too: nothing is known of the drafts behind it. Rows behind the end of an answer are left out.
     """
 
     signal: Signal
     signal_np: Float32s  # [n, S] raw, as the drafter said it
     widths_np: Ints  # [n] drafts that were verified and belong to the answer
     accepted_np: Ints  # [n] of them accepted
-    cut_np: Bools  # [n] the answer ended inside the accepted run
     request_np: Ints  # [n] index of the conversation
     step_np: Ints  # [n] decode step of the request since it was admitted; a jump: no draft, or a preemption, between
     engine_step_np: Ints  # [n] not falling; equal: served together
-    start_np: Ints  # [n] index in the answer of the first token that the step emits
     sampled_np: Bools  # [n] temperature above 0
     completions: tuple[Completion, ...]  # of all conversations, in their order
     num_drafts: int  # S
@@ -64,12 +63,12 @@ class DraftTrace:
     @property
     def survived_np(self) -> Bools:
         """[n, S] drafts 1..j were all accepted; says something only where `known_np` is true."""
-        return np.arange(self.num_drafts) < self.accepted_np[:, None]
+        return outcomes(self.accepted_np, self.widths_np, self.num_drafts)[0]
 
     @property
     def known_np(self) -> Bools:
-        """[n, S] draft j was verified. (Also to count those behind a rejected one would leave out successes only.)"""
-        return np.arange(self.num_drafts) < self.widths_np[:, None]
+        """[n, S] draft j was verified, see `quality.outcomes`."""
+        return outcomes(self.accepted_np, self.widths_np, self.num_drafts)[1]
 
     @property
     def previous_np(self) -> Ints:
@@ -83,18 +82,9 @@ class DraftTrace:
             latest[request] = row
         return previous
 
-    @property
-    def counters(self) -> SpecCounters:
-        """All requests' counters together."""
-        total = SpecCounters(mode="static")
-        for completion in self.completions:
-            total.merge(completion.spec)
-        return total
-
     def rows(self, chosen_np: Bools | Ints) -> "DraftTrace":
         """The trace of some rows only; completions stay, since `request_np` refers to them."""
-        names = ("signal_np", "widths_np", "accepted_np", "cut_np", "request_np", "step_np", "engine_step_np",
-                 "start_np", "sampled_np")  # fmt: skip
+        names = ("signal_np", "widths_np", "accepted_np", "request_np", "step_np", "engine_step_np", "sampled_np")
         return replace(self, **{name: getattr(self, name)[chosen_np] for name in names})
 
 
@@ -105,7 +95,7 @@ class TraceRecorder(FullWidth):
     waits_for: WaitsFor = "fresh"
     signal: Signal
 
-    def __init__(self, signal: Signal = "peak") -> None:
+    def __init__(self, signal: Signal) -> None:
         super().__init__(0)
         self.signal = signal
         self._reports: dict[int, Float32s] = {}  # step -> signal of its decoding rows, until the result comes
@@ -132,11 +122,11 @@ class TraceRecorder(FullWidth):
                 ))  # fmt: skip
             self._num_emitted[uid] += accepted + 1
 
-    def trace(self, completions: Sequence[Completion], num_drafts: int, first_uid: int = 1) -> DraftTrace:
-        """The rows that belong to answers. `completions` are those of the requests first_uid, first_uid + 1, ..."""
+    def trace(self, completions: Sequence[Completion], num_drafts: int) -> DraftTrace:
+        """The rows that belong to answers. `completions` are those of all requests of the engine, in their order."""
         table = np.array(self._rows, dtype=np.int64).reshape(-1, 7)
         uid, engine_step, step, start, widths, accepted, sampled = table.T
-        request = uid - first_uid
+        request = uid - 1  # the first request of an engine has uid 1
         lengths = np.array([len(completion.token_ids) for completion in completions], dtype=np.int64)
         left = lengths[request] - start  # tokens of the answer from this step on
         cut = left <= accepted  # the left-th token was an accepted draft and ended the answer
@@ -145,11 +135,9 @@ class TraceRecorder(FullWidth):
             signal_np=np.array(self._signals, dtype=np.float32).reshape(-1, num_drafts),
             widths_np=np.where(cut, left, widths),
             accepted_np=np.where(cut, left, accepted),
-            cut_np=cut,
             request_np=request,
             step_np=step,
             engine_step_np=engine_step,
-            start_np=start,
             sampled_np=sampled.astype(np.bool_),
             completions=tuple(completions),
             num_drafts=num_drafts,
@@ -175,15 +163,14 @@ def collect_trace(
     """
     if speculative.mode != "static":
         raise ConfigError(f"a trace is taken at full width (mode static), not in mode {speculative.mode}")
-    recorder = TraceRecorder()
+    network = models.network
+    has_head = speculative.draft_model == NGRAM or (network is not None and network.confidence_head is not None)
+    if drafter is not None:
+        has_head = drafter.has_confidence_head
+    recorder = TraceRecorder(resolve_signal(signal, has_head=has_head)[0])
     longest = max(each.max_tokens for each in ([params] if isinstance(params, SamplingParams) else params))
-    room = positions_needed(models, conversations, longest)
-    sizes = {"max_num_seqs": concurrency, "max_model_len": room, **engine}
-    llm = LLM(models, speculative=speculative, drafter=drafter, policy=recorder, **sizes)
-    serving = llm.engine.drafter
-    assert serving is not None
-    asked = SpeculativeConfig.for_mode("adaptive", draft_model="any", confidence_signal=signal)
-    recorder.signal, _ = resolve_signal(asked, has_head=serving.has_confidence_head, drafts_sampled=True)
+    room = sizes(models, conversations, longest, engine)
+    llm = LLM(models, speculative=speculative, drafter=drafter, policy=recorder, max_num_seqs=concurrency, **room)
     completions = llm.chat(conversations, params)
     return recorder.trace(completions, llm.engine.scheduler.limits.max_drafts)
 
@@ -220,6 +207,28 @@ def replay(trace: DraftTrace, scale_np: Floats | None = None, *, learns: bool = 
             _teach(model, trace, taught, previous[taught])
         taught = rows
     return Replay(fresh_np=fresh, lagged_np=lagged, lag_known_np=previous >= 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Foretold:
+    """What could have been said of each draft's survival, by name, as `evaluate` and `calibrate` report it."""
+
+    # [n, S] raw (the signal alone), file (with the calibration file), fresh (as served: file, corrected by outcomes),
+    # lagged (as served, from the step before)
+    survival_np: dict[str, Floats]
+    lag_known_np: Bools  # [n] there was a step before
+
+
+def foretell(trace: DraftTrace, scale_np: Floats | None) -> Foretold:
+    """`scale_np` [2, S] as `replay` takes it. Learning goes on over all rows, a step being foretold before it teaches."""
+    served = replay(trace, scale_np)
+    survival = {
+        "raw": replay(trace, learns=False).fresh_np,
+        "file": replay(trace, scale_np, learns=False).fresh_np,
+        "fresh": served.fresh_np,
+        "lagged": served.lagged_np,
+    }
+    return Foretold(survival_np=survival, lag_known_np=served.lag_known_np)
 
 
 def _predict(model: SurvivalModel, trace: DraftTrace, rows: Ints, previous: Ints) -> Floats:

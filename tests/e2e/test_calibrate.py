@@ -11,11 +11,13 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.config import SamplingParams, SpeculativeConfig
-from slipstream.decide.scaling import fit_temperatures, quality
 from slipstream.decide.survival import Calibration
 from slipstream.lab.calibrate import half_of
+from slipstream.lab.quality import quality
+from slipstream.lab.scaling import fit_temperatures
 from slipstream.lab.traces import collect_trace
-from slipstream.llm import LLM, load_models
+from slipstream.llm import LLM
+from slipstream.load import load_models
 from slipstream.prompts import user
 
 S = 5  # drafts of the tiny drafter

@@ -11,8 +11,8 @@ import pytest
 from slipstream.cli import main
 from slipstream.config import SamplingParams, SpeculativeConfig
 from slipstream.decide.survival import Calibration
-from slipstream.lab import evaluate
-from slipstream.lab.scores import EvaluateOptions
+from slipstream.lab import evaluate, measure
+from slipstream.lab.evaluate_options import EvaluateOptions
 from slipstream.llm import LLM
 from slipstream.metrics import SpecCounters
 from slipstream.prompts import user
@@ -26,7 +26,7 @@ NUM_PROMPTS = {**{name: len(texts) for name, texts in PROMPTS.items()}, "all": 5
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EvaluateOptions]:
     """fp32, where drafts change no text; no answer ends before its limit. Of 20 tokens, a random drafter meets some."""
-    monkeypatch.setattr(evaluate, "load_models", lambda *names, **kinds: models_with("dspark"))
+    monkeypatch.setattr(measure, "load_models", lambda *names, **kinds: models_with("dspark"))
     files = []
     for name, texts in PROMPTS.items():
         files.append(tmp_path / f"{name}.jsonl")

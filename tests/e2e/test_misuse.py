@@ -11,7 +11,7 @@ import pytest
 from slipstream.cli import main
 from slipstream.config import EngineConfig, SamplingParams, SpeculativeConfig
 from slipstream.errors import CapacityError, CheckpointError, ConfigError, RequestError
-from slipstream.lab.cases import BenchOptions
+from slipstream.lab.bench_options import BenchOptions
 from slipstream.llm import LLM
 from slipstream.models.inspect import describe
 from slipstream.options import build, gather

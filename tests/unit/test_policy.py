@@ -589,12 +589,12 @@ def config(mode="adaptive", **fields):
 
 
 def test_signal_resolution():
-    auto = config()
-    assert resolve_signal(auto, has_head=True, drafts_sampled=True)[0] == "head"
-    assert resolve_signal(auto, has_head=False, drafts_sampled=True)[0] == "peak"
-    assert resolve_signal(config(confidence_signal="peak"), has_head=True, drafts_sampled=True)[0] == "peak"
+    assert resolve_signal("auto", has_head=True)[0] == "head"
+    assert resolve_signal("auto", has_head=False)[0] == "peak"
+    assert resolve_signal("peak", has_head=True)[0] == "peak"
+    assert [resolve_signal("drawn", has_head=True, drawn_biases=b)[0] for b in (False, True)] == ["drawn", "peak"]
     with pytest.raises(ConfigError, match="confidence_signal"):
-        resolve_signal(config(confidence_signal="head"), has_head=False, drafts_sampled=True)
+        resolve_signal("head", has_head=False)
 
 
 @pytest.mark.parametrize(

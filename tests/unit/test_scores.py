@@ -10,17 +10,9 @@ from rich.console import Console
 
 from slipstream.config import SamplingParams
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.lab.report import Answer, Wave
-from slipstream.lab.scores import (
-    Cell,
-    EvaluateOptions,
-    Steps,
-    acceptance_at,
-    counted,
-    foretold,
-    score_row,
-    scores_tables,
-)
+from slipstream.lab.evaluate_options import EvaluateOptions
+from slipstream.lab.scores import Cell, Steps, acceptance_at, counted, foretold, score_row, scores_tables
+from slipstream.lab.waves import Answer, Wave
 from slipstream.metrics import SpecCounters
 
 

@@ -11,6 +11,7 @@ from slipstream.decide.survival import SurvivalModel
 from slipstream.errors import ConfigError
 from slipstream.lab.traces import DraftTrace, TraceRecorder, collect_trace, replay
 from slipstream.llm import LLM
+from slipstream.metrics import SpecCounters
 from slipstream.prompts import user
 from slipstream.testing import assert_nothing_left
 from tests.e2e.engines import ScriptedDrafter, Spy, known, models_with, plain_answers, pool_bytes, prompts_of
@@ -34,9 +35,28 @@ def traced(prompts, params, *, drafter=None, **engine):
     return recorder.trace(completions, S), spy
 
 
+def starts_of(trace, spy):
+    """For each row, the index in the answer of the first token that its step emits."""
+    emitted, starts = {}, {}
+    for step in spy.steps:
+        for row, uid in enumerate(step.plan.uids_np.tolist()):
+            if step.result is not None and step.plan.emits_np[row]:
+                starts[step.plan.step, uid - 1] = emitted.get(uid, 0)
+                emitted[uid] = emitted.get(uid, 0) + int(step.result.num_accepted_np[row]) + 1
+    return [starts[key] for key in zip(trace.engine_step_np.tolist(), trace.request_np.tolist(), strict=True)]
+
+
+def counters_of(trace):
+    total = SpecCounters()
+    for completion in trace.completions:
+        total.merge(completion.spec)
+    return total
+
+
 def check_against(trace, spy):
     """Every row is a decode step of the spy's: same signal, and what it accepted stands in the answer."""
     steps = {step.plan.step: step for step in spy.steps}
+    starts = starts_of(trace, spy)
     for row in range(len(trace)):
         step = steps[trace.engine_step_np[row]]
         i = step.row(int(trace.request_np[row]) + 1)
@@ -44,7 +64,7 @@ def check_against(trace, spy):
         np.testing.assert_array_equal(trace.signal_np[row], step.draft.signal[i].numpy())
         assert trace.widths_np[row] <= step.widths[i]
         answer = trace.completions[trace.request_np[row]].token_ids
-        start, accepted = int(trace.start_np[row]), int(trace.accepted_np[row])
+        start, accepted = starts[row], int(trace.accepted_np[row])
         assert answer[start : start + accepted] == tuple(step.draft.token_ids[i, :accepted].tolist())
         if trace.accepted_np[row] < trace.widths_np[row]:
             assert answer[start + accepted] != int(step.draft.token_ids[i, accepted])
@@ -57,7 +77,7 @@ def test_rows_are_the_engines_steps(overlap, temperature):
     params = dataclasses.replace(MANY, temperature=temperature)
     trace, spy = traced(prompts_of(3, 5, 4, 6, 3), params, overlap=overlap, max_num_seqs=3)
     check_against(trace, spy)
-    counters = trace.counters
+    counters = counters_of(trace)
     assert counters.accepted == trace.accepted_np.sum() > 0
     assert counters.steps == len(trace) - (trace.widths_np == 0).sum() + counters.width_histogram[0]
     at = {j + 1: int((trace.survived_np & trace.known_np)[:, j].sum()) for j in range(S)}
@@ -77,11 +97,11 @@ def test_an_answer_that_ends_inside_an_accepted_run_says_nothing_of_what_follows
         stopping = dataclasses.replace(MANY, stop_token_ids=(answer[index],))
         trace, spy = traced(prompts, stopping, drafter=ScriptedDrafter(known(prompts, MANY), S))
         check_against(trace, spy)
-        assert 1 + (trace.accepted_np + 1).sum() - trace.cut_np.sum() == index + 1
-        assert trace.counters.accepted == trace.accepted_np.sum()
-        assert trace.cut_np[:-1].sum() == 0
+        cut = index == trace.accepted_np.sum() + len(trace) - 1  # its last token was a draft, no target's own
+        assert cut or trace.accepted_np.sum() + len(trace) == index
+        assert counters_of(trace).accepted == trace.accepted_np.sum()
         assert (trace.survived_np == trace.known_np).all(), "nothing was rejected, and what was cut off is not known"
-        num_cut += int(trace.cut_np[-1])
+        num_cut += int(cut)
     assert num_cut >= 3
 
 
@@ -120,8 +140,8 @@ def made_up(signal, widths, accepted, request, step, engine_step):
     num = len(widths)
     return DraftTrace(
         signal="head", signal_np=np.array(signal, dtype=np.float32), widths_np=as_ints(widths),
-        accepted_np=as_ints(accepted), cut_np=np.zeros(num, np.bool_), request_np=as_ints(request),
-        step_np=as_ints(step), engine_step_np=as_ints(engine_step), start_np=np.zeros(num, np.int64),
+        accepted_np=as_ints(accepted), request_np=as_ints(request),
+        step_np=as_ints(step), engine_step_np=as_ints(engine_step),
         sampled_np=np.zeros(num, np.bool_), completions=(), num_drafts=len(signal[0]),
     )  # fmt: skip
 

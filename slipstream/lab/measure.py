@@ -1,0 +1,73 @@
+"""Requests served to be measured: models as options name them, room for the prompts, a timed wave, seeds.
+
+What `bench`, `evaluate` and `traces` share. Knows no case and no table; what a wave says is counted in `waves`.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from slipstream.config import SamplingParams
+from slipstream.lab.critical_path import critical_path
+from slipstream.lab.waves import NO_CRITICAL_PATH, Answer, Wave, ttft_in_turn_ms
+from slipstream.llm import LLM, Completion
+from slipstream.load import Models, load_models
+from slipstream.prompts import Messages
+
+WARM_UP_TOKENS = 8
+WEIGHT_FIELDS = frozenset({"dtype", "device"})  # of EngineConfig: they say how weights are loaded
+
+
+def load(model: str, draft: str | None, engine: Mapping[str, Any], speculative: Mapping[str, Any]) -> Models:
+    """The models, as the fields of EngineConfig and SpeculativeConfig that concern weights ask for them."""
+    kinds = {name: str(value) for name, value in engine.items() if name in WEIGHT_FIELDS}
+    return load_models(model, draft, layout=speculative.get("draft_layout", "auto"), **kinds)
+
+
+def sizes(models: Models, conversations: Sequence[Messages], max_tokens: int, engine: Mapping[str, Any]) -> Any:
+    """Fields of EngineConfig: what was asked for, and room for the longest request unless that was asked for too."""
+    asked = {name: value for name, value in engine.items() if name not in WEIGHT_FIELDS}
+    return {"max_model_len": positions_needed(models, conversations, max_tokens), **asked}
+
+
+def positions_needed(models: Models, conversations: Sequence[Messages], max_tokens: int) -> int:
+    """Room for the longest request and a block beyond it, so that small benches do not reserve a whole context."""
+    longest = max(len(models.tokenizer.encode(models.tokenizer.chat(messages))) for messages in conversations)
+    return min(longest + max_tokens + 32, models.target.spec.max_position_embeddings)
+
+
+def warm_up(llm: LLM, conversations: Sequence[Messages]) -> LLM:
+    """As many requests as run at a time: its first steps, and the cost model if it makes one, are not timed."""
+    at_once = llm.engine.scheduler.limits.max_num_seqs
+    llm.chat(conversations[:at_once], SamplingParams(max_tokens=WARM_UP_TOKENS))
+    return llm
+
+
+def request_params(sampling: SamplingParams, count: int) -> list[SamplingParams]:
+    """The same for all, but each request with a seed of its own, equal in every mode and wave."""
+    seed = sampling.seed or 0
+    return [replace(sampling, seed=seed + index) for index in range(count)]
+
+
+def run_wave(
+    llm: LLM, conversations: Sequence[Messages], params: Sequence[SamplingParams], probe: bool = False
+) -> tuple[Wave, tuple[Completion, ...]]:
+    """All requests once, at most `max_num_seqs` at a time."""
+    recorder = llm.record() if probe else None  # a new one, empty
+    steps_before = llm.engine.num_decode_steps
+    begin = time.perf_counter()
+    completions = tuple(llm.chat(conversations, params))
+    wall_s = time.perf_counter() - begin
+    first_token_ms = ttft_in_turn_ms([c.timing for c in completions], llm.engine.scheduler.limits.max_num_seqs)
+    answers = tuple(
+        Answer(token_ids=tuple(c.token_ids), spec=c.spec, ttft_ms=ttft, tpot_ms=c.timing.tpot_ms)
+        for c, ttft in zip(completions, first_token_ms, strict=True)
+    )
+    wave = Wave(
+        wall_s=wall_s,
+        num_steps=llm.engine.num_decode_steps - steps_before,
+        answers=answers,
+        critical_path=critical_path(recorder.spans) if recorder else NO_CRITICAL_PATH,
+    )
+    return wave, completions
