@@ -1,21 +1,25 @@
 """Our files in the hands of the packages that define the formats: z-lab's `dflash`, `speculators` and `specforge`.
 
     pip install --target /tmp/reference --no-deps dflash==0.1.0 speculators==0.9.0 specforge==0.2.0 hs-connectors ...
-    PYTHONPATH=/tmp/reference:. python tools/compare_exports.py
+    PYTHONPATH=/tmp/reference:. python tools/compare_exports.py --out bench/results/compare-exports.json
 
 Writes small random drafters, exports them, lets the reference load the folder and compares one block over one context:
 hidden rows, Markov bias and confidence, in fp32. Then the reference saves what it loaded, and we read that. Neither
-package is needed by anything else here, so this is run by hand; its last result stands in docs/formats.md.
+package is needed by anything else here, so this is run by hand; docs/formats.md quotes the file that comes out.
 """
 
+import argparse
 import dataclasses
+import json
 import tempfile
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.lab import machine
 from slipstream.models.block_attend import DenseBlockAttend
 from slipstream.models.checkpoint import DrafterSpec
 from slipstream.models.decoder import Decoder
@@ -123,7 +127,9 @@ def largest_difference(got: list[Tensor], want: list[Tensor]) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True))
 
 
-def main() -> None:
+def compare() -> list[dict[str, Any]]:
+    """One row a drafter: the largest difference, and whether what they save again is the same network to us."""
+    rows: list[dict[str, Any]] = []
     torch.manual_seed(0)
     features, previous = torch.randn(CONTEXT, 64), torch.tensor([[11, 5, 6, 7, 8]])
     block = torch.tensor([[11, 3, 3, 3, 3]])
@@ -144,16 +150,37 @@ def main() -> None:
                 got = z_labs(out, theirs, embeds, features)
             else:
                 got = speculators(out, theirs, embeds, features, previous)
-            worst = largest_difference(got, want)
             read = ours(load_drafter(theirs, target), features, block, previous)
             same = all(torch.equal(a, b) for a, b in zip(read, want, strict=True))
-            print(f"{dialect}: largest difference {worst:.1e} of the largest value, saved by them and read by us "
-                  f"{'the same' if same else 'DIFFERS'}; {changes or 'plain'}")  # fmt: skip
+            rows.append({
+                "package": "dflash" if dialect == "z-lab" else "speculators", "drafter": str(changes or "plain"),
+                "largest_difference": largest_difference(got, want), "saved_by_them_is_the_same": same,
+            })  # fmt: skip
 
         for kind in ("vanilla", "gated", "rnn"):
             got = specforge(root / kind, kind, target.embed(block), features, previous)
             want = ours(load_drafter(root / kind, target), features, block, previous)
-            print(f"specforge, {kind}: largest difference {largest_difference(got, want):.1e} of the largest value")
+            difference = largest_difference(got, want)
+            rows.append({"package": "specforge", "drafter": kind, "largest_difference": difference})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    out, rows = parser.parse_args().out, compare()
+    for row in rows:
+        print(json.dumps(row))
+    packages = {name: metadata.version(name) for name in ("dflash", "speculators", "specforge", "transformers")}
+    report = {
+        "git": machine.git_commit(),
+        "versions": machine.versions() | packages,
+        "device": machine.device_facts(torch.device("cpu")),
+        "conditions": {"dtype": "float32", "drafters": "small and random"},
+        "rows": rows,
+    }
+    if out is not None:
+        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from slipstream.draft.base import Draft, DraftView, Sampler
 from slipstream.ops.lookup import lookup
 
 MAX_DRAFTS = 16
-# Tokens of the suffix that are compared. Tokens per step over greedy answers of SmolLM2 to five prompt sets, S = 7: 1.98
-# with 1, 2.12 with 2, 2.16 with 4, 2.17 with 8 as with 16. Beyond 4 it is the confidence that gains: a long match is
-# mostly a loop (bench/results/ngram-match.json, by bench/ngram.py; the priors below are from there too).
+# Tokens of the suffix that are compared. Tokens per step over greedy answers of SmolLM2 to five prompt sets, S = 7: 1.982
+# with 1, 2.122 with 2, 2.156 with 4, 2.164 with 8, 2.169 with 16. Beyond 4 it is the confidence that gains: a long match
+# is mostly a loop (bench/results/ngram-match.json, by bench/ngram.py; the priors below are from there too).
 MAX_MATCH = 8
 DECAY = 0.999  # per step: what was learned fades over about a thousand steps
 PRIOR_WEIGHT = 8.0  # drafts that the prior of an entry counts for, for good
