@@ -16,12 +16,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.commands.answer import chat, generate
+from slipstream.commands.bench import bench
 from slipstream.commands.calibrate import calibrate
+from slipstream.commands.chat import chat
 from slipstream.commands.evaluate import evaluate
 from slipstream.commands.export import export
+from slipstream.commands.generate import generate
 from slipstream.commands.inspect import inspect
-from slipstream.commands.measure import bench, profile
+from slipstream.commands.profile import profile
 from slipstream.commands.train import train
 from slipstream.errors import SlipstreamError
 

@@ -6,14 +6,15 @@ from typing import Annotated, Any
 import typer
 
 from slipstream.commands import flags
-from slipstream.commands.shared import as_tuple, print_json, say, screen
+from slipstream.commands.shared import as_tuple, print_json, say, screen, several
 from slipstream.errors import ConfigError
 from slipstream.lab.calibrate_options import CalibrateOptions
 from slipstream.options import build, field_names, merge
 
 
 def calibrate(
-    draft: flags.Draft = None,
+    draft: flags.NeededDraft = None,
+    draft_layout: flags.Layout = None,
     model: flags.Model = None,
     prompts: Annotated[list[Path] | None, typer.Option(help="JSON lines with turns; may be given again.")] = None,
     limit: Annotated[int | None, typer.Option(help="Prompts of each file, its first ones. Default: all.")] = None,
@@ -28,7 +29,13 @@ def calibrate(
     acceptance: flags.Rule = None,
     concurrency: Annotated[int | None, typer.Option(help="Requests at a time. Default: 8.")] = None,
     max_tokens: flags.MaxTokens = None,
-    output: Annotated[Path | None, typer.Option(help="Default: calibration.json in the drafter's folder.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="What else it holds stays. Default: calibration.json in the drafter's folder, where engines look (of a "
+            "built-in drafter: inside the installed package)."
+        ),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw predicted against observed survival into this file.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of sampled answers. Default: 0.")] = None,
     dtype: flags.Dtype = None,
@@ -40,8 +47,8 @@ def calibrate(
     given = {
         **locals(),
         "prompts": prompts or None,
-        "temperature": None if temperature is None else _numbers("temperature", temperature),
-        "signals": None if signals is None else [part.strip() for part in signals.split(",")],
+        "temperature": several("temperature", temperature, float),
+        "signals": several("signals", signals, str),
     }
     names = field_names(CalibrateOptions)
     merged = merge({name: value for name, value in given.items() if name in names}, config)
@@ -52,7 +59,8 @@ def calibrate(
     result = run(options, say)
     out = screen(as_json)
     out.print(fits_table(result.fits))
-    out.print(f"temperatures of these signals and classes, and of no others, are in {result.path}", soft_wrap=True)
+    stay = "; what it had on " + ", ".join(map(" ".join, result.kept)) + " stays" if result.kept else ""
+    out.print(f"temperatures of these signals and classes are in {result.path}{stay}", soft_wrap=True)
     if as_json:
         print_json(result.report)
 
@@ -68,10 +76,3 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
         name: Path(values[name]) for name in ("output", "plot") if isinstance(values.get(name), str)
     }
     return {**values, **several, **paths}
-
-
-def _numbers(name: str, text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"{name} is {text!r}; give numbers with commas between them") from error

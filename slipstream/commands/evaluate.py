@@ -1,14 +1,13 @@
 """`slipstream evaluate`."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
 from slipstream.commands import flags
-from slipstream.commands.shared import as_tuple, deliver, options_of, say, screen
+from slipstream.commands.shared import as_tuple, deliver, options_of, say, screen, several
 from slipstream.errors import ConfigError
 from slipstream.lab.evaluate_options import EvaluateOptions
 from slipstream.lab.scores import scores_tables
@@ -16,7 +15,8 @@ from slipstream.options import MODE_FLAGS, Options
 
 
 def evaluate(
-    draft: flags.Draft = None,
+    draft: flags.MeasuredDraft = None,
+    draft_layout: flags.Layout = None,
     model: flags.Model = None,
     prompts: Annotated[
         list[Path] | None,
@@ -43,8 +43,8 @@ def evaluate(
     given = {
         **locals(),
         "prompts": prompts or None,
-        "temperature": None if temperature is None else _split("temperature", temperature, float),
-        "baselines": None if baselines is None else _split("baselines", baselines, str),
+        "temperature": several("temperature", temperature, float),
+        "baselines": [] if baselines == "none" else several("baselines", baselines, str),
     }
     evaluate_options = _evaluate_options(options_of(given, own=OWN))  # refuses before torch is loaded
 
@@ -58,16 +58,6 @@ def evaluate(
 
 
 OWN = ("prompts", "limit", "concurrency", "baselines", "waves")
-
-Part = TypeVar("Part", float, str)
-
-
-def _split(name: str, text: str, kind: Callable[[str], Part]) -> list[Part]:
-    """ "0,1" as values; "none" as no value."""
-    try:
-        return [] if text.strip() == "none" else [kind(part.strip()) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"{name} is {text!r}; give numbers with commas between them") from error
 
 
 def _evaluate_options(options: Options) -> EvaluateOptions:

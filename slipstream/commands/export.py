@@ -20,9 +20,7 @@ def export(
     target_name: Annotated[
         str | None, typer.Option(help="How others find the target, for speculators. Default: what --model says.")
     ] = None,
-    layout: Annotated[
-        str | None, typer.Option(help="Read the drafter as fill_in or anchor_first, whatever it says.")
-    ] = None,
+    draft_layout: flags.Layout = None,
     as_json: flags.Json = False,
 ) -> None:
     """Write a drafter the way other engines read it; its drafts stay the same."""
@@ -33,6 +31,7 @@ def export(
     if target_name is not None and model is None:
         raise ConfigError("target_name: no effect without model; name the target's files with --model")
     target = None if model is None else ExportTarget.at(resolve_target(model), target_name or model)
+    layout = None if draft_layout == "auto" else draft_layout
     export_drafter(resolve_drafter(draft), out, dialect, target, layout)
     report = {"path": str(out), **describe(out)}
     screen(as_json).print(

@@ -8,7 +8,16 @@ import typer
 from slipstream.config import MODES
 
 Model = Annotated[str | None, typer.Option(help="Folder, .gguf file or built-in name. Default: smollm2-135m.")]
-Draft = Annotated[str | None, typer.Option("--draft", help="Drafter: folder, built-in name or ngram. Default: none.")]
+DRAFTER = "Drafter: folder, built-in name or ngram."
+Draft = Annotated[str | None, typer.Option("--draft", help=f"{DRAFTER} Default: none.")]
+MeasuredDraft = Annotated[
+    str | None, typer.Option("--draft", help=f"{DRAFTER} Default: smollm2-135m-dspark, with the default model.")
+]
+NeededDraft = Annotated[str | None, typer.Option("--draft", help=f"{DRAFTER} Must be given.")]
+Layout = Annotated[
+    str | None,
+    typer.Option("--draft-layout", help="Read the drafter's rows as fill_in or anchor_first. Default: as it says."),
+]
 Verify = Annotated[
     str | None, typer.Option(help=f"Mode: {', '.join(MODES)}. Default: static with a drafter, else off.")
 ]

@@ -11,15 +11,14 @@ from slipstream.commands.shared import print_json, screen
 
 def inspect(
     checkpoint: Annotated[str, typer.Argument(help="Folder, .gguf file or built-in name, of a target or a drafter.")],
-    layout: Annotated[
-        str | None, typer.Option(help="Read a drafter as fill_in or anchor_first, whatever it says.")
-    ] = None,
+    draft_layout: flags.Layout = None,
     as_json: flags.Json = False,
 ) -> None:
     """Say what a checkpoint is and, for a drafter, which row predicts which token and how that was decided."""
     from slipstream.models.inspect import describe
     from slipstream.models.locate import built_in_drafters, resolve_target
 
+    layout = None if draft_layout == "auto" else draft_layout
     path = built_in_drafters().get(checkpoint) or resolve_target(checkpoint)
     report = {"path": str(path), **describe(path, layout)}
     table = Table(show_header=False, box=None)

@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -29,6 +29,7 @@ _FLAG_FIELDS = frozenset(
     [
         "model",
         "draft",
+        "draft_layout",
         "verify",
         "num_speculative_tokens",
         "cost_model",
@@ -60,14 +61,18 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-def numbers(name: str, text: str | None) -> list[int] | None:
-    """ "1,8" as numbers."""
+Part = TypeVar("Part", int, float, str)
+
+
+def several(name: str, text: str | None, kind: Callable[[str], Part]) -> list[Part] | None:
+    """ "1,8" as values of a kind; None where nothing was given."""
     if text is None:
         return None
     try:
-        return [int(part) for part in text.split(",")]
+        return [kind(part.strip()) for part in text.split(",")]
     except ValueError as error:
-        raise ConfigError(f"{name} is {text!r}; give whole numbers with commas between them") from error
+        kinds = "whole numbers" if kind is int else "numbers"
+        raise ConfigError(f"{name} is {text!r}; give {kinds} with commas between them") from error
 
 
 def screen(as_json: bool) -> Console:

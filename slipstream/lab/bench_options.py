@@ -68,6 +68,8 @@ class BenchOptions:
         for name in self.speculative:
             if all(name in IGNORED_BY_MODE.get(mode, ()) for mode in self.modes):
                 raise ConfigError(f"{name}: no effect in mode {', '.join(self.modes)}")
+        for case in self.cases():
+            self.speculative_config(case)  # refuses wrong values
 
     @property
     def num_requests(self) -> int:

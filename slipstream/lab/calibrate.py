@@ -6,6 +6,7 @@ the command; serving only reads the file that comes out (`decide/survival.Calibr
 """
 
 import dataclasses
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -13,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.table import Table
 
-from slipstream.config import NGRAM, Signal, SpeculativeConfig
+from slipstream.config import CALIBRATION_FILE, NGRAM, Signal, SpeculativeConfig
 from slipstream.decide.survival import CLASSES, Calibration
 from slipstream.errors import ConfigError
 from slipstream.lab import machine
@@ -24,14 +24,16 @@ from slipstream.lab.calibrate_options import CalibrateOptions
 from slipstream.lab.plots import ReliabilityPanel, reliability_plot, require_matplotlib
 from slipstream.lab.quality import Quality, quality, reliability
 from slipstream.lab.scaling import fit_temperatures
-from slipstream.lab.traces import Bools, DraftTrace, Floats, collect_trace, replay
+from slipstream.lab.tables import new_table, shown
+from slipstream.lab.traces import Bools, DraftTrace, Floats, collect_trace, foretell, replay
 from slipstream.llm import LLM
 from slipstream.load import Models, load_models
+from slipstream.models.locate import resolve_drafter
 from slipstream.prompts import Messages, read_prompts, user
 
 BUILT_IN = "calibration_sample"
-FILE = "calibration.json"
 LEAST_REQUESTS = 8  # below it, half of them say next to nothing
+DRAWN = ("raw", "file", "lagged")  # in the plot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,22 +41,26 @@ class Fit:
     """One entry of the file and how good it is. The figures are of requests that the fit did not see."""
 
     signal: Signal
-    name: str  # greedy, sampled
+    request_class: str  # greedy, sampled
     temperature: float  # of serving
     temperatures: tuple[float, ...]  # fitted on all requests
     requests: int
     steps: int
-    raw: Quality  # the signal as the drafter says it
-    file: Quality  # with the temperatures of the other half
-    fresh: Quality  # as served: corrected by outcomes as well
-    lagged_raw: Quality  # foretold by the step before, without temperatures
-    lagged: Quality  # with them
+    held_out_steps: int  # those that the figures are of
+    # raw, file (with the temperatures of the other half), fresh and lagged, as `evaluate` has them; and
+    # lagged_without_file, foretold by the step before without any temperatures
+    calibration: Mapping[str, Quality]
     panel: ReliabilityPanel
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.signal, self.request_class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateResult:
     fits: tuple[Fit, ...]
+    kept: tuple[tuple[str, str], ...]  # (signal, class) of what stood in the file and was not fitted anew
     path: Path
     report: dict[str, Any]  # what `--json` prints
 
@@ -64,10 +70,11 @@ def run(options: CalibrateOptions, say: Callable[[str], None]) -> CalibrateResul
     if options.plot is not None:
         require_matplotlib(options.plot)
     conversations = read_conversations(options)
+    path = options.output or resolve_drafter(options.draft) / CALIBRATION_FILE
+    check_output(path)
     models = load_models(
         options.model, options.draft, dtype=options.dtype, device=options.device, layout=options.draft_layout
     )
-    path = options.output or _beside(models)
     speculative, signals = what_it_drafts(options, models)
     fits = []
     for temperature in options.temperature:
@@ -78,12 +85,39 @@ def run(options: CalibrateOptions, say: Callable[[str], None]) -> CalibrateResul
             )  # fmt: skip
             fits.append(fit(trace, temperature))
             say(summary(fits[-1]))
-    about = {"prompts": prompt_names(options), **_serving(options, speculative)}
-    report = {**provenance(options, models), **about, "path": str(path), "fits": [as_dict(one) for one in fits]}
-    calibration_of(fits, about).save(path)
+    conditions = conditions_of(options, models, speculative)
+    kept = save(calibration_of(fits, conditions), path)
     if options.plot is not None:
         reliability_plot(options.plot, [one.panel for one in fits])
-    return CalibrateResult(fits=tuple(fits), path=path, report=report)
+    report = {
+        "git": machine.git_commit(),
+        "versions": machine.versions(),
+        "device": machine.device_facts(models.device),
+        "model": options.model,
+        "draft": options.draft,
+        "conditions": conditions,
+        "calibration_file": str(path),
+        "kept": [f"{signal} {name}" for signal, name in kept],
+        "fits": [as_dict(one) for one in fits],
+    }
+    return CalibrateResult(fits=tuple(fits), kept=kept, path=path, report=report)
+
+
+def check_output(path: Path) -> None:
+    """Before minutes are spent: the file can be written, and what is in it already can be read."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"output {path} cannot be written: {error}; name another file with --output, which an engine takes as "
+            "`calibration`"
+        ) from error
+    if path.exists():
+        Calibration.load(path)
 
 
 def read_conversations(options: CalibrateOptions) -> list[Messages]:
@@ -94,15 +128,6 @@ def read_conversations(options: CalibrateOptions) -> list[Messages]:
             f"prompts: {len(found)} are too few to fit on one half and judge by the other; give {LEAST_REQUESTS} or more"
         )
     return found
-
-
-def prompt_names(options: CalibrateOptions) -> list[str]:
-    return [path.stem for path in options.prompts] or [BUILT_IN]
-
-
-def _beside(models: Models) -> Path:
-    assert models.drafter_path is not None  # ngram, which has none, is refused without an output
-    return models.drafter_path / FILE
 
 
 def what_it_drafts(options: CalibrateOptions, models: Models) -> tuple[SpeculativeConfig, list[Signal]]:
@@ -121,36 +146,24 @@ def fit(trace: DraftTrace, temperature: float) -> Fit:
     """Temperatures from half of the requests, judged on the other half, then fitted on all."""
     held_out = half_of(len(trace.completions))[trace.request_np]
     scale_np = _scale_of(trace.rows(~held_out))
-    raw = replay(trace, learns=False).fresh_np
-    file = replay(trace, scale_np, learns=False).fresh_np
-    # Learning goes on over all requests, as it does in service: a step is foretold before it teaches.
-    without, served = replay(trace), replay(trace, scale_np)
+    foretold = foretell(trace, scale_np)
+    survival = {**foretold.survival_np, "lagged_without_file": replay(trace).lagged_np}
     own = trace.known_np & held_out[:, None]
-    lagged = own & served.lag_known_np[:, None]
-
-    def judged(survival_np: Floats, counts_np: Bools) -> Quality:
-        return quality(survival_np, trace.survived_np, counts_np)
-
+    counts = {name: own & foretold.lag_known_np[:, None] if name.startswith("lagged") else own for name in survival}
     name = CLASSES[temperature > 0]
-    series = {"as drafted": raw, "calibrated": file, "lagged": served.lagged_np}
     return Fit(
         signal=trace.signal,
-        name=name,
+        request_class=name,
         temperature=temperature,
         temperatures=_temperatures(trace),
         requests=len(trace.completions),
         steps=len(trace),
-        raw=judged(raw, own),
-        file=judged(file, own),
-        fresh=judged(served.fresh_np, own),
-        lagged_raw=judged(without.lagged_np, lagged),
-        lagged=judged(served.lagged_np, lagged),
+        held_out_steps=int(held_out.sum()),
+        calibration={form: quality(survival[form], trace.survived_np, counts[form]) for form in survival},
         panel=ReliabilityPanel(
             title=f"{trace.signal}, {name}",
             series=tuple(
-                (label, reliability(values[where], trace.survived_np[where]))
-                for label, values in series.items()
-                for where in [lagged if label == "lagged" else own]
+                (form, reliability(survival[form][counts[form]], trace.survived_np[counts[form]])) for form in DRAWN
             ),
         ),
     )
@@ -174,89 +187,97 @@ def _scale_of(trace: DraftTrace) -> Floats:
 # ------------------------------------------------------------------------------------------------------- what comes out
 
 
-def calibration_of(fits: Sequence[Fit], about: Mapping[str, Any]) -> Calibration:
+def calibration_of(fits: Sequence[Fit], conditions: Mapping[str, Any]) -> Calibration:
     """The file: temperatures, and for its readers where they come from and what they brought."""
     return Calibration(
-        temperatures={(one.signal, one.name): one.temperatures for one in fits},
-        about={(one.signal, one.name): {**_brought(one), **about} for one in fits},
+        temperatures={one.key: one.temperatures for one in fits},
+        about={one.key: {**_brought(one), **_in_short(conditions)} for one in fits},
     )
 
 
 def _brought(one: Fit) -> dict[str, Any]:
+    found = one.calibration
+    errors = {f"ece_{name}": of.ece for name, of in found.items()} | {"ece_noise": found["file"].ece_noise}
+    order = {f"auroc_{name}": found[name].auroc for name in ("raw", "file")}
+    squares = {f"brier_{name}": found[name].brier for name in ("raw", "file")}
     return {
         "temperature": one.temperature,
         "requests": one.requests,
-        "num_samples": one.steps,
-        "ece_before": _short(one.raw.ece),
-        "ece_after": _short(one.file.ece),
-        "ece_noise": _short(one.file.ece_noise),
-        "auroc_before": _short(one.raw.auroc),
-        "auroc_after": _short(one.file.auroc),
-        "brier_before": _short(one.raw.brier),
-        "brier_after": _short(one.file.brier),
-        "lagged_ece_before": _short(one.lagged_raw.ece),
-        "lagged_ece_after": _short(one.lagged.ece),
+        "steps": one.steps,
+        "held_out_steps": one.held_out_steps,
+        **{name: None if value is None else round(value, 5) for name, value in (errors | order | squares).items()},
     }
 
 
-def _short(value: float | None) -> float | None:
-    return None if value is None else round(value, 5)
+def _in_short(conditions: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that a reader of the file may want; paths are of one machine."""
+    kept = {name: conditions[name] for name in ("acceptance", "num_speculative_tokens")}
+    served = {name: conditions["sampling"][name] for name in ("max_tokens", "top_p")}
+    return {"prompts": list(conditions["prompts"]), **kept, **served}
 
 
-def _serving(options: CalibrateOptions, speculative: SpeculativeConfig) -> dict[str, Any]:
+def save(fitted: Calibration, path: Path) -> tuple[tuple[str, str], ...]:
+    """Write what was fitted over the same entries of the file; the other ones stay, and are returned."""
+    before = Calibration.load(path) if path.exists() else Calibration(temperatures={})
+    both = {name: getattr(before, name) | getattr(fitted, name) for name in ("temperatures", "about")}
+    Calibration(**both).save(path)
+    return tuple(key for key in before.temperatures if key not in fitted.temperatures)
+
+
+def conditions_of(options: CalibrateOptions, models: Models, speculative: SpeculativeConfig) -> dict[str, Any]:
     """What the figures hold for."""
     return {
-        "top_p": options.top_p,
+        "dtype": str(models.dtype).removeprefix("torch."),
         "acceptance": options.acceptance,
         "num_speculative_tokens": speculative.num_speculative_tokens,
-        "max_tokens": options.max_tokens,
-    }
-
-
-def provenance(options: CalibrateOptions, models: Models) -> dict[str, Any]:
-    return {
-        "git": machine.git_commit(),
-        "versions": machine.versions(),
-        "device": machine.device_facts(models.device),
-        "dtype": str(models.dtype).removeprefix("torch."),
-        "model": options.model,
-        "draft": options.draft,
-        "seed": options.seed,
         "concurrency": options.concurrency,
+        "limit": options.limit,
+        "prompts": {path.stem: str(path) for path in options.prompts} or {BUILT_IN: "built in"},
+        "sampling": {"max_tokens": options.max_tokens, "top_p": options.top_p, "seed": options.seed},
     }
 
 
 def as_dict(one: Fit) -> dict[str, Any]:
-    plain = {field.name: getattr(one, field.name) for field in dataclasses.fields(one) if field.name != "panel"}
-    reliability_of = {label: [dataclasses.asdict(each) for each in table] for label, table in one.panel.series}
     return {
-        name: dataclasses.asdict(value) if isinstance(value, Quality) else value for name, value in plain.items()
-    } | {"reliability": reliability_of}
+        "signal": one.signal,
+        "class": one.request_class,
+        "temperature": one.temperature,
+        "temperatures": list(one.temperatures),
+        "requests": one.requests,
+        "steps": one.steps,
+        "held_out_steps": one.held_out_steps,
+        "calibration": {name: dataclasses.asdict(of) for name, of in one.calibration.items()},
+        "reliability": {name: [dataclasses.asdict(each) for each in table] for name, table in one.panel.series},
+    }
 
 
 def summary(one: Fit) -> str:
     temperatures = " ".join(f"{value:.2f}" for value in one.temperatures)
-    return f"{one.signal}, {one.name}: {one.steps} steps of {one.requests} requests; temperatures {temperatures}"
+    return (
+        f"{one.signal}, {one.request_class}: {one.steps} steps of {one.requests} requests; temperatures {temperatures}"
+    )
 
 
 def fits_table(fits: Sequence[Fit]) -> Table:
     """Held-out figures by signal and class; the columns are those of `evaluate`."""
-    title = "expected calibration error of survival, on requests that were not fitted on"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("signal", "class", "steps", "raw", "file", "fresh", "lagged", "noise", "AUROC", "with file"):
-        table.add_column(column, justify="left" if column in ("signal", "class") else "right")
+    title = "calibration error (ECE) and order (AUROC) of survival, on requests that were not fitted on"
+    heads = (
+        "steps",
+        "held\nout",
+        "ECE, %\nraw",
+        "\nfile",
+        "\nfresh",
+        "\nlagged",
+        "\nnoise",
+        "AUROC\nraw",
+        "AUROC\nfile",
+    )
+    table = new_table(title, ("signal", "class", *heads), ("signal", "class"))
     for one in fits:
+        found = one.calibration
         table.add_row(
-            one.signal, one.name, str(one.steps),
-            *(_percent(part.ece) for part in (one.raw, one.file, one.fresh, one.lagged)),
-            _percent(one.file.ece_noise), _decimal(one.raw.auroc), _decimal(one.file.auroc),
+            one.signal, one.request_class, str(one.steps), str(one.held_out_steps),
+            *(shown(found[name].ece, ".1f", 100) for name in ("raw", "file", "fresh", "lagged")),
+            shown(found["file"].ece_noise, ".1f", 100), *(shown(found[name].auroc, ".3f") for name in ("raw", "file")),
         )  # fmt: skip
     return table
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _decimal(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

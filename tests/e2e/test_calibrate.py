@@ -62,15 +62,16 @@ def test_the_file_is_beside_the_drafter_and_the_engine_takes_it(run, pair):
     assert (drafter / "reliability.png").read_bytes().startswith(b"\x89PNG")
 
     report = json.loads(out.splitlines()[-1])
-    assert len(report["fits"]) == 4
+    assert (len(report["fits"]), report["calibration_file"], report["kept"]) == (4, str(path), [])
     for fit in report["fits"]:
-        about = table.about[fit["signal"], fit["name"]]
-        assert fit["temperatures"] == list(table.temperatures[fit["signal"], fit["name"]])
-        assert about["ece_before"] == pytest.approx(fit["raw"]["ece"], abs=1e-5)
-        assert about["ece_after"] == pytest.approx(fit["file"]["ece"], abs=1e-5)
+        about = table.about[fit["signal"], fit["class"]]
+        assert fit["temperatures"] == list(table.temperatures[fit["signal"], fit["class"]])
+        assert 0 < about["held_out_steps"] == fit["held_out_steps"] < about["steps"] == fit["steps"]
+        for form in ("raw", "file", "fresh", "lagged"):
+            assert about[f"ece_{form}"] == pytest.approx(fit["calibration"][form]["ece"], abs=1e-5)
         assert about["prompts"] == ["questions"]
         assert about["num_speculative_tokens"] == S
-        assert about["temperature"] == (1.0 if fit["name"] == "sampled" else 0.0)
+        assert about["temperature"] == (1.0 if fit["class"] == "sampled" else 0.0)
 
     speculative = SpeculativeConfig.for_mode("lag", draft_model=str(drafter), cost_model="none")
     llm = LLM(str(flags[1]), speculative=speculative, dtype="float32", max_model_len=64, max_num_seqs=2)
@@ -102,10 +103,11 @@ def test_figures_are_of_the_half_that_was_not_fitted_on(run, pair):
     for name, temperatures in (("raw", np.ones(S)), ("file", np.array(fitted(trace.rows(~out_np))))):
         survival = np.cumprod(1 / (1 + np.exp(-logit / temperatures)), axis=1)
         by_hand = quality(survival, kept.survived_np, kept.known_np)
-        assert fit[name]["ece"] == pytest.approx(by_hand.ece, abs=1e-6)
-        assert fit[name]["auroc"] == pytest.approx(by_hand.auroc, abs=1e-6)
-        assert fit[name]["num"] == by_hand.num
-    assert 0 < fit["lagged"]["num"] < fit["file"]["num"], "first steps have none before them"
+        judged = fit["calibration"][name]
+        assert judged["ece"] == pytest.approx(by_hand.ece, abs=1e-6)
+        assert judged["auroc"] == pytest.approx(by_hand.auroc, abs=1e-6)
+        assert judged["num"] == by_hand.num
+    assert 0 < fit["calibration"]["lagged"]["num"] < fit["calibration"]["file"]["num"], "first steps have none before"
 
 
 def test_the_n_gram_drafter_has_its_running_acceptance_calibrated(run, pair, tmp_path):
@@ -116,6 +118,53 @@ def test_the_n_gram_drafter_has_its_running_acceptance_calibrated(run, pair, tmp
     assert code == 0, err
     table = Calibration.load(tmp_path / "made" / "ngram.json")
     assert list(table.temperatures) == [("head", "greedy")]
+
+
+def test_what_a_run_does_not_fit_stays_in_the_file(run, pair):
+    """One class after the other: the second run keeps the first one's entry, keys of an older writer too, and says so."""
+    flags, drafter = pair
+    path = drafter / "calibration.json"
+    old = {"temperatures": [3.0], "ece_before": 0.5}
+    path.write_text(json.dumps({"version": 1, "signals": {"head": {"sampled": old, "greedy": old}, "drawn": {}}}))
+    code, out, err = run(*flags, "--temperature", "0", "--signals", "head", "--limit", 8, "--json")
+    assert code == 0, err
+    table = Calibration.load(path)
+    assert table.temperatures["head", "sampled"] == (3.0,)
+    assert table.about["head", "sampled"] == {"ece_before": 0.5}
+    assert len(table.temperatures["head", "greedy"]) == S
+    assert "ece_before" not in table.about["head", "greedy"]
+    assert json.loads(out.splitlines()[-1])["kept"] == ["head sampled"]
+    assert "head sampled stays" in err
+    assert not [each for each in drafter.iterdir() if each.name.endswith(".tmp")]
+
+
+def test_an_output_that_cannot_be_is_refused_before_anything_is_measured(run, pair, tmp_path, monkeypatch):
+    """A folder, a place under a file, a file that is no calibration."""
+    flags, _ = pair
+    monkeypatch.setattr("slipstream.lab.calibrate.load_models", None)
+    (tmp_path / "file").write_text("{}")
+    for output, says in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "file" / "c.json", "--output"),
+        (tmp_path / "file", "version"),
+    ):
+        code, out, err = run(*flags, "--output", output)
+        assert (code, out) == (2, "")
+        assert says in err
+        assert str(output) in err
+    assert (tmp_path / "file").read_text() == "{}"
+
+
+def test_the_drafter_is_read_as_asked(run, pair, tmp_path):
+    """Rows read the other way say other things of their drafts."""
+    flags, _ = pair
+    few = (*flags, "--temperature", "0", "--signals", "head", "--limit", 8, "--json")
+    fits = []
+    for layout in ("anchor_first", "fill_in"):
+        code, out, err = run(*few, "--draft-layout", layout, "--output", tmp_path / f"{layout}.json")
+        assert code == 0, err
+        fits += json.loads(out.splitlines()[-1])["fits"]
+    assert fits[0]["temperatures"] != fits[1]["temperatures"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from slipstream import __version__
-from slipstream.cli import main
+from slipstream.cli import COMMANDS, main
 
 MODES = ("off", "static", "adaptive", "lag", "lag-budget")
 
@@ -182,9 +182,25 @@ def test_inspect_says_what_a_checkpoint_is(run: Run, tiny_folders: tuple[Path, P
     assert drafter.json["layout_reason"]
     assert drafter.json["max_draft_tokens"] == 5
     assert "layout_reason" in run("inspect", tiny_folders[1]).out
+    other = run("inspect", tiny_folders[1], "--draft-layout", "fill_in", "--json")
+    assert other.json["layout"] == "fill_in"
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "bench", "profile", "evaluate", "inspect", "export", "train"])
+def test_the_layout_of_a_drafter_is_asked_for_with_one_word(run: Run, tiny: list[str], tmp_path: Path) -> None:
+    """Every command that loads a drafter takes --draft-layout, and says so when it names no layout."""
+    for command in ("generate", "chat", "bench", "profile", "evaluate", "calibrate", "inspect", "export"):
+        assert "--draft-layout" in run(command, "--help").out
+    asked = ("--draft-layout", "sideways")
+    for arguments in (("generate", "x"), ("chat",), ("bench",), ("profile",), ("evaluate",), ("calibrate",)):
+        refuses(run(*arguments, *tiny, *asked), 2, "draft_layout is 'sideways'", "fill_in")
+    answers = [
+        run("generate", "x", *tiny, "--draft-layout", layout, "--max-tokens", 16, "--json").json
+        for layout in ("auto", "fill_in")
+    ]
+    assert answers[0]["token_ids"] == answers[1]["token_ids"]
+
+
+@pytest.mark.parametrize("command", [command.__name__ for command, _ in COMMANDS])
 def test_help_ends_with_an_example(run: Run, command: str) -> None:
     outcome = run(command, "--help")
     assert outcome.code == 0

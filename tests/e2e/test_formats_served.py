@@ -163,8 +163,12 @@ def test_mistakes_at_the_command_line(run: Run, tiny_folders: tuple[Path, Path],
         (["--dialect", "deepspec"], 2, "--model"),
         (["--dialect", "deepspec", "--target-name", "a/b"], 2, "target_name: no effect without model"),
         (["--dialect", "z-lab", "--model", target], 1, "Markov or confidence head cannot be said"),
-        (["--dialect", "deepspec", "--model", target, "--layout", "sideways"], 1, "layout 'sideways' is unknown"),
-        (["--dialect", "deepspec", "--model", target, "--layout", "fill_in"], 1, "export to z-lab or speculators"),
+        (["--dialect", "deepspec", "--model", target, "--draft-layout", "sideways"], 1, "layout 'sideways' is unknown"),
+        (
+            ["--dialect", "deepspec", "--model", target, "--draft-layout", "fill_in"],
+            1,
+            "export to z-lab or speculators",
+        ),
     ):
         got, text, error = run("export", drafter, tmp_path / "out", *flags)
         assert (got, text) == (code, ""), error

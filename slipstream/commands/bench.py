@@ -1,14 +1,13 @@
-"""`slipstream bench` and `slipstream profile`."""
+"""`slipstream bench`."""
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from slipstream.commands import flags
-from slipstream.commands.shared import as_tuple, deliver, numbers, options_of, print_json, say, screen, start
+from slipstream.commands.shared import as_tuple, deliver, options_of, say, screen, several
 from slipstream.errors import ConfigError
 from slipstream.lab.bench_options import BenchOptions
 from slipstream.lab.report import probe_table, rows_table
@@ -17,7 +16,8 @@ from slipstream.options import MODE_FLAGS, Options
 
 def bench(
     model: flags.Model = None,
-    draft: flags.Draft = None,
+    draft: flags.MeasuredDraft = None,
+    draft_layout: flags.Layout = None,
     modes: Annotated[str | None, typer.Option(help="Comma-separated. Default: all five.")] = None,
     num_speculative_tokens: Annotated[
         str | None, typer.Option(help="S, or several: 3,7. Default: what the drafter makes, at most 7.")
@@ -37,14 +37,14 @@ def bench(
     as_json: flags.Json = False,
 ) -> None:
     """Run modes side by side on the same requests, taking turns, and compare them with plain decoding."""
-    flags = {
+    given = {
         **locals(),
-        "modes": None if modes is None else [mode.strip() for mode in modes.split(",")],
-        "concurrency": numbers("concurrency", concurrency),
-        "num_speculative_tokens": numbers("num_speculative_tokens", num_speculative_tokens),
+        "modes": several("modes", modes, str),
+        "concurrency": several("concurrency", concurrency, int),
+        "num_speculative_tokens": several("num_speculative_tokens", num_speculative_tokens, int),
     }
     own = ("modes", "concurrency", "prompts", "requests", "waves", "probe")
-    bench_options = _bench_options(options_of(flags, own=own))  # refuses before torch is loaded
+    bench_options = _bench_options(options_of(given, own=own))  # refuses before torch is loaded
 
     from slipstream.lab.bench import run
 
@@ -54,43 +54,6 @@ def bench(
     if bench_options.probe:
         out.print(probe_table(result.report["rows"]))
     deliver(result.report, output, as_json)
-
-
-def profile(
-    model: flags.Model = None,
-    draft: flags.Draft = None,
-    num_speculative_tokens: flags.NumDrafts = None,
-    budget: Annotated[float, typer.Option(help="Seconds to spend.")] = 30.0,
-    max_num_seqs: Annotated[
-        int | None, typer.Option(help="Largest number of sequences. Default: 64 CPU, 256 GPU.")
-    ] = None,
-    dtype: flags.Dtype = None,
-    device: flags.Device = None,
-    output: Annotated[
-        Path | None, typer.Option(help="File. Default: under $SLIPSTREAM_HOME, where auto finds it.")
-    ] = None,
-    config: flags.Config = None,
-    as_json: flags.Json = False,
-) -> None:
-    """Measure what a step costs, by rows, sequences and context, and keep it as a cost model."""
-    if not 0 < budget < math.inf:
-        raise ConfigError(f"budget is {budget}; it must be a number of seconds above 0")
-    options = options_of(locals())
-    if options.model is None:  # the built-in drafter fits the built-in model only
-        options = dataclasses.replace(options, speculative={"draft_model": BenchOptions().draft, **options.speculative})
-
-    from slipstream.lab import profile as lab
-
-    llm = start(options)
-    models = llm.models
-    key = lab.profile_key(models.target_name, models.drafter_name or "none", models.device, models.dtype)
-    survey = lab.survey(llm.engine, key, budget)
-    path = survey.profile.save(output)
-    out = screen(as_json)
-    out.print(lab.survey_table(survey))
-    out.print(f"{survey.profile.use} model in use: {survey.profile.use_reason}; saved as {path}", soft_wrap=True)
-    if as_json:
-        print_json({"path": str(path), **survey.as_dict()})
 
 
 def _bench_options(options: Options) -> BenchOptions:
