@@ -13,6 +13,7 @@ from slipstream.options import DEFAULT_MODEL, build, field_names, merge
 def train(
     out: Annotated[Path | None, typer.Option(help="Folder of the run: drafter, checkpoint, answers, logs.")] = None,
     model: flags.Model = None,
+    preset: Annotated[str | None, typer.Option(help="A published recipe by name; see docs/training.md.")] = None,
     algorithm: Annotated[str | None, typer.Option(help="dspark or dflash. Default: dspark.")] = None,
     prompts: Annotated[list[Path] | None, typer.Option(help="JSON lines with turns; may be given again.")] = None,
     answers: Annotated[list[Path] | None, typer.Option(help="Answers of an earlier run; may be given again.")] = None,
@@ -34,11 +35,11 @@ def train(
     from slipstream.train.options import TrainOptions
     from slipstream.train.presets import with_preset
 
-    given = {name: value for name, value in locals().items() if name in field_names(TrainOptions)}
-    values = merge({**given, "target": model}, config, {"target": DEFAULT_MODEL})
+    given = {name: value for name, value in locals().items() if name in {*field_names(TrainOptions), "preset"}}
+    values = merge(given, config, {"model": DEFAULT_MODEL})
     options = build(TrainOptions, with_preset(values), "train")
     from slipstream.train.run import train as run
 
     run(options, screen(as_json))
     if as_json:
-        print_json({"target": options.target, "algorithm": options.algorithm, "drafter": str(options.out / "drafter")})
+        print_json({"model": options.model, "algorithm": options.algorithm, "draft": str(options.out / "drafter")})

@@ -1,7 +1,7 @@
 """What a run leaves to be looked at: `log.csv` (losses), `validation.csv` (acceptance by position), and its picture.
 
-CSV, one line a time, so that a run can be watched and a resumed one goes on in the same files. Called by the trainer, on
-the rank that leads.
+CSV, one line a time, so that a run can be watched. A new run begins new files; a resumed one goes on where its checkpoint
+stands. Called by the trainer, on the rank that leads.
 """
 
 import csv
@@ -13,6 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from slipstream.files import replace_text
+
 PLOT = "acceptance.png"
 
 
@@ -21,6 +23,15 @@ class RunLog:
 
     def __init__(self, folder: Path, console: Console) -> None:
         self.folder, self.console = folder, console
+
+    def begin(self, step: int) -> None:
+        """Drop what stands in the files beyond `step`: an earlier run's, or what was done again after a cut."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in (self.folder / "log.csv", self.folder / "validation.csv"):
+            if path.exists():
+                header, *lines = path.read_text(encoding="utf-8").splitlines()
+                kept = [line for line in lines if int(line.partition(",")[0]) <= step]
+                replace_text(path, "".join(f"{line}\n" for line in [header, *kept])) if kept else path.unlink()
 
     def losses(self, step: int, seconds: float, values: dict[str, float], overlap: list[float]) -> None:
         """One step's terms; `overlap` [block_size] is the mean acceptance probability at T = 1 by place."""
@@ -44,16 +55,16 @@ class RunLog:
             highlight=False,
         )
 
-    def plot(self) -> Path | None:
-        """Acceptance by position over the run, as acceptance.png; None without matplotlib or validations."""
+    def plot(self) -> None:
+        """Acceptance by position over the run, as acceptance.png; a note if matplotlib is missing."""
         path = self.folder / "validation.csv"
         try:
             from matplotlib.figure import Figure
         except ModuleNotFoundError:
             self.console.print("no plot: matplotlib is not installed (pip install 'slipstream[plot]')")
-            return None
+            return
         if not path.exists():
-            return None
+            return
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         figure = Figure(figsize=(7, 4), layout="constrained")
@@ -64,7 +75,6 @@ class RunLog:
         axes.set(xlabel="step", ylabel="accepted, given those before it", ylim=(0, 1), title="held-out greedy answers")
         axes.legend(ncols=2, fontsize="small")
         figure.savefig(self.folder / PLOT, dpi=120)
-        return self.folder / PLOT
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:

@@ -4,9 +4,10 @@
 of both.
 """
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from slipstream.errors import ConfigError
 
@@ -21,6 +22,10 @@ Anchors = Literal["next_scored", "scored"]
 def _choose(name: str, value: object, choices: object) -> None:
     if value not in get_args(choices):
         raise ConfigError(f"{name} is {value!r}; choose {' or '.join(get_args(choices))}")
+
+
+def _default(cls: type[Any], name: str) -> object:
+    return next(f.default for f in dataclasses.fields(cls) if f.name == name)
 
 
 def _at_least(least: float, **values: float) -> None:
@@ -138,7 +143,7 @@ class Recipe:
 class TrainOptions:
     """One run of `slipstream train`. Paths may not exist yet unless said otherwise."""
 
-    target: str  # the model to draft for: a name, a folder or a .gguf file
+    model: str  # the target to draft for: a name, a folder or a .gguf file
     out: Path  # folder of the run: drafter/, checkpoint/, answers, logs
     algorithm: Literal["dspark", "dflash"] = "dspark"
     prompts: tuple[
@@ -189,6 +194,31 @@ class TrainOptions:
             raise ConfigError(
                 f"short_block is {short}; it must lie between 2 and block_size {self.block_size}, or be 0"
             )
+        self._refuse_options_without_effect()
+
+    def _refuse_options_without_effect(self) -> None:
+        losses = self.recipe.losses
+        for where, given, names in (
+            ("with answers, which are read and not made", bool(self.answers), ("prompts", "answer_tokens")),
+            ("with resume, which goes on from OUT/checkpoint", self.resume, ("init",)),
+            ("with dflash, which has no Markov head", self.algorithm == "dflash", ("markov_rank",)),
+        ):
+            for name in names if given else ():
+                if getattr(self, name) != _default(TrainOptions, name):
+                    raise ConfigError(f"{name}: no effect {where}; leave it out")
+        for name, needed in (("gamma", "exponential"), ("alpha", "dpace")):
+            if losses.weights != needed and getattr(losses, name) != _default(LossOptions, name):
+                raise ConfigError(f"recipe.losses.{name}: no effect with weights {losses.weights!r}; leave it out")
+        if not self.recipe.short_block and self.recipe.short_share != _default(Recipe, "short_share"):
+            raise ConfigError("recipe.short_share: no effect without short_block; leave it out")
+
+    def made_by(self) -> dict[str, Any]:
+        """What generated answers depend on, as JSON has it; the number of processes aside."""
+        names = ("max_new_tokens", "max_length", "greedy_share", "sampled_temperature", "mix")
+        made = {name: getattr(self, name) for name in ("model", "answer_tokens", "seed")}
+        made |= {"prompts": [str(path) for path in self.prompts]}
+        made |= {f"recipe.{name}": getattr(self.recipe, name) for name in names}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in made.items()}
 
     def block_lengths(self) -> tuple[int, ...]:
         """Rows of each block of a packed row: whole blocks, `block_rows` in all if a share near the wanted one allows."""

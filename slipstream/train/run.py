@@ -4,14 +4,17 @@ One process, or one a GPU (`processes`); each then answers its share of the prom
 by the command line; the training itself is `trainer`.
 """
 
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
 from slipstream.errors import ConfigError
+from slipstream.files import replace_text
 from slipstream.models.decoder import Decoder
 from slipstream.models.drafters import BlockDrafter, load_drafter
 from slipstream.models.locate import resolve_drafter, resolve_target
@@ -23,13 +26,14 @@ from slipstream.train.logs import progress_bar
 from slipstream.train.options import TrainOptions
 from slipstream.train.parallel import ALONE, Ranks, launch
 from slipstream.train.prompts import generate_answers
+from slipstream.train.state import check_same
 from slipstream.train.trainer import Trainer
 
 CPU_SLOTS = 32  # answers generated side by side where there is no GPU
 
 
 def train(options: TrainOptions, console: Console | None = None) -> None:
-    """Make a drafter for `options.target` and leave it in OUT/drafter."""
+    """Make a drafter for `options.model` and leave it in OUT/drafter."""
     device = _device(options)
     if options.processes == 1:
         _work(options, console or Console(), ALONE)
@@ -44,7 +48,7 @@ def _one_of_many(options: TrainOptions, ranks: Ranks) -> None:
 def _work(options: TrainOptions, console: Console, ranks: Ranks) -> None:
     device = _device(options)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    path = resolve_target(options.target)
+    path = resolve_target(options.model)
     target = load_decoder(path, dtype, device)
     answers = load_or_generate(options, target, lambda: load_tokenizer(path), console, ranks)
     Trainer(options, target, answers, console, ranks, _start(options, target)).run()
@@ -76,10 +80,25 @@ def load_or_generate(
         return AnswerSet.join([AnswerSet.load(path) for path in options.answers])
     names = ["answers"] if ranks.count == 1 else [f"answers-{rank}-of-{ranks.count}" for rank in range(ranks.count)]
     paths = [options.out / f"{name}.safetensors" for name in names]
-    if not paths[ranks.rank].exists():
-        _generate(options, target, tokenizer(), console, ranks).save(paths[ranks.rank])
+    mine, made_by = paths[ranks.rank], options.made_by()
+    if mine.exists():
+        check_same(made_by, _stored(mine.with_suffix(".json")), f"the answers in {mine} were made with")
+    else:
+        _generate(options, target, tokenizer(), console, ranks).save(mine)
+        replace_text(mine.with_suffix(".json"), json.dumps(made_by, indent=1) + "\n")
     ranks.wait()
     return AnswerSet.join([AnswerSet.load(path) for path in paths])
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    """What answers were made with, as written beside them."""
+    try:
+        stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} should say how the answers beside it were made: {error}; delete them, or name them with answers"
+        ) from error
+    return stored
 
 
 def _generate(options: TrainOptions, target: Decoder, tokenizer: Any, console: Console, ranks: Ranks) -> AnswerSet:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.files import replace_text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,9 +32,7 @@ class RunState:
         name = f"step-{self.step:07d}.safetensors"
         save_file({key: tensor.contiguous().cpu() for key, tensor in self.tensors.items()}, folder / name)
         state = {"step": self.step, "seconds": self.seconds, "tensors": name, "options": dict(self.options)}
-        temporary = folder / "state.json.tmp"
-        temporary.write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(folder / "state.json")
+        replace_text(folder / "state.json", json.dumps(state, indent=2) + "\n")
         for stale in folder.glob("step-*.safetensors"):
             if stale.name != name:
                 stale.unlink()
@@ -46,10 +45,22 @@ class RunState:
             tensors = load_file(folder / state["tensors"])
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"nothing to resume in {folder}: {error}; start without resume") from error
-        for name, value in options.items():
-            if state["options"].get(name) != value:
-                raise ConfigError(
-                    f"{name} is {value}, the run to resume was started with {state['options'].get(name)}; "
-                    "set it back, or start anew in another folder"
-                )
+        check_same(_flat(options), _flat(state["options"]), "the run to resume was started with")
         return cls(state["step"], state["seconds"], state["options"], tensors)
+
+
+def check_same(ours: Mapping[str, Any], theirs: Mapping[str, Any], whose: str) -> None:
+    """ConfigError that names the first of our options which differs from theirs, and both values."""
+    for name, value in ours.items():
+        if name not in theirs or theirs[name] != value:
+            raise ConfigError(
+                f"{name} is {value}, {whose} {theirs.get(name)}; set it back, or start anew in another folder"
+            )
+
+
+def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Tables as `recipe.losses.gamma`."""
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat

@@ -312,7 +312,8 @@ class Trainer:
         """Train to the end, with logs, validations and checkpoints; then write the drafter."""
         if self.options.resume:
             self.load_checkpoint()
-        self.options.out.mkdir(parents=True, exist_ok=True)
+        if self.ranks.leads:
+            self.log.begin(self.step)
         self.console.print(
             f"{self.options.algorithm}: {self.training_set.num_answer_tokens} answer tokens in {len(self.rows)} rows, "
             f"{len(self.lengths)} blocks per row, {self.options.steps} steps on {self.ranks.count} x {self.device}"
@@ -393,7 +394,7 @@ class Trainer:
 def _compiled(function: Callable[..., Any], graphs: bool) -> Callable[..., Any]:
     """For the one set of shapes that a run has; a GPU is faster than the host can launch a step's small operations.
 
-    H200, DSpark of two layers, 16 rows: 86 ms a step uncompiled, 44 compiled of which the GPU works 34 (docs/LOG.md).
+    What it brought, with the other changes of that day, is in docs/LOG.md.
     """
     compiled: Callable[..., Any] = torch.compile(function, dynamic=False, mode="reduce-overhead" if graphs else None)
     return compiled

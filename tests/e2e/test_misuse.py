@@ -145,7 +145,7 @@ def test_files_that_cannot_be_written_and_a_closed_stdin_are_one_line(
 )
 def test_train_options_have_types(tmp_path: Path, fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"train.{next(iter(fields))} is"):
-        build(TrainOptions, {"target": "t", "out": str(tmp_path), **fields}, "train")
+        build(TrainOptions, {"model": "t", "out": str(tmp_path), **fields}, "train")
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,12 @@ from slipstream.options import build
 from slipstream.train.answers import Answer, AnswerSet, Job, SlotGenerator
 from slipstream.train.attend import Dense, Flex, PackedAttend, packed_block_mask
 from slipstream.train.data import PackedRows, anchor_candidates, draw_blocks, pack
+from slipstream.train.logs import RunLog
 from slipstream.train.options import LossOptions, OptimOptions, Recipe, TrainOptions
 from slipstream.train.parallel import Ranks, launch
 from slipstream.train.presets import PRESETS, with_preset
 from slipstream.train.prompts import generate_answers, greedy_answers
+from slipstream.train.run import load_or_generate
 from slipstream.train.trainer import Trainer, drafter_spec
 from slipstream.train.walks import draft_greedily, evaluate, matching_runs, summarise, walk
 
@@ -79,8 +81,10 @@ def options(out: Path, algorithm: str = "dspark", steps: int = 60, **changes: ob
         row_tokens=64, batch_rows=8, block_rows=72, short_block=4 if algorithm == "dspark" else 0, held_out=16,
         mask_token_id=1, target_layer_ids=(0, 2), losses=LossOptions(), optim=OptimOptions(muon_lr=8e-3, adam_lr=4e-3),
     )  # fmt: skip
-    given = {"block_size": 8, "draft_vocab_size": 64, "markov_rank": 8, "recipe": recipe, **changes}
-    return TrainOptions(target="tiny", out=out, algorithm=algorithm, steps=steps, **given)  # type: ignore[arg-type]
+    given = {"block_size": 8, "draft_vocab_size": 64, "recipe": recipe, **changes}
+    if algorithm == "dspark":
+        given.setdefault("markov_rank", 8)
+    return TrainOptions(model="tiny", out=out, algorithm=algorithm, steps=steps, **given)  # type: ignore[arg-type]
 
 
 def quiet() -> Console:
@@ -273,7 +277,7 @@ def with_recipe(given: TrainOptions, **values: Any) -> TrainOptions:
 
 def preset_options(name: str, out: Path, **recipe: Any) -> TrainOptions:
     """A small run with the losses, anchors and optimiser of a preset, in blocks of eight and four rows or of eight."""
-    values = with_preset({"preset": name, "target": "tiny", "out": str(out)})
+    values = with_preset({"preset": name, "model": "tiny", "out": str(out)})
     chosen = build(TrainOptions, values, "train")
     small = options(out, chosen.algorithm)
     kept = {
@@ -554,3 +558,55 @@ def test_skipped_tiles_hold_nothing(answers: AnswerSet, window: int | None, monk
         seen = padded.unflatten(-1, (-1, 16)).unflatten(-3, (-1, 16)).any(dim=-1).any(dim=-2)
         assert (tiles.bool() | ~seen).all()
         assert tiles.float().mean() < 0.8, "inconclusive: hardly anything is skipped"
+
+
+def test_old_logs_are_no_part_of_a_new_run(target: Decoder, answers: AnswerSet, tmp_path: Path) -> None:
+    """A new run in an old folder begins new files; a resumed one keeps what its checkpoint knows and repeats the rest."""
+    Trainer(options(tmp_path, steps=40), target, answers, quiet()).run()
+    assert [row["step"] for row in read_csv(tmp_path / "log.csv")] == ["20", "40"]
+    Trainer(options(tmp_path, steps=20), target, answers, quiet()).run()
+    assert [row["step"] for row in read_csv(tmp_path / "log.csv")] == ["20"]
+    RunLog(tmp_path, quiet()).losses(60, 1.0, {"loss": 1.0}, [0.5])  # as if cut after its last checkpoint
+    Trainer(options(tmp_path, steps=20, resume=True), target, answers, quiet()).run()
+    assert [row["step"] for row in read_csv(tmp_path / "log.csv")] == ["20"]
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_answers_made_otherwise_are_not_taken(target: Decoder, tmp_path: Path) -> None:
+    """What lies in OUT is reused by the run that made it, and by no other."""
+    asked = options(tmp_path, answer_tokens=200, recipe=Recipe(max_length=60, max_new_tokens=16, num_slots=8))
+    made = load_or_generate(asked, target, LetterTokenizer, quiet())
+    again = load_or_generate(asked, target, refuse_to_generate, quiet())
+    assert np.array_equal(made.token_ids, again.token_ids)
+    for changed, message in (
+        (dataclasses.replace(asked, answer_tokens=300), "answer_tokens is 300.*were made with 200"),
+        (dataclasses.replace(asked, recipe=Recipe(max_length=60, max_new_tokens=9)), "recipe.max_new_tokens is 9"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_or_generate(changed, target, refuse_to_generate, quiet())
+    (tmp_path / "answers.json").unlink()
+    with pytest.raises(ConfigError, match=r"answers\.json should say"):
+        load_or_generate(asked, target, refuse_to_generate, quiet())
+
+
+def refuse_to_generate() -> LetterTokenizer:
+    raise AssertionError("answers that were there are generated again")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"answers": (Path("a"),), "answer_tokens": 5}, "answer_tokens: no effect with answers"),
+        ({"resume": True, "init": "x"}, "init: no effect with resume"),
+        ({"algorithm": "dflash", "markov_rank": 5}, "markov_rank: no effect with dflash"),
+        ({"recipe": Recipe(losses=LossOptions(alpha=0.3))}, "alpha: no effect with weights 'exponential'"),
+        ({"recipe": Recipe(short_share=0.3)}, "short_share: no effect without short_block"),
+    ],
+)
+def test_options_without_effect_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainOptions(model="tiny", out=tmp_path, **changes)

@@ -352,23 +352,23 @@ def test_rates_warm_up_and_end_at_zero() -> None:
 
 
 def test_blocks_of_two_lengths_fill_the_rows(tmp_path: Path) -> None:
-    options = TrainOptions(target="t", out=tmp_path, block_size=16, recipe=Recipe(short_block=7))
+    options = TrainOptions(model="t", out=tmp_path, block_size=16, recipe=Recipe(short_block=7))
     lengths = options.block_lengths()
     assert sum(lengths) == 2048
     assert lengths.count(7) * 7 == pytest.approx(0.65 * 2048, rel=0.02)
-    assert TrainOptions(target="t", out=tmp_path, block_size=8).block_lengths() == (8,) * 256
+    assert TrainOptions(model="t", out=tmp_path, block_size=8).block_lengths() == (8,) * 256
 
 
 def made(**values: Any) -> TrainOptions:
     """As the command line makes them from a file."""
-    return build(TrainOptions, with_preset({"target": "t", "out": "o", **values}), "train")
+    return build(TrainOptions, with_preset({"model": "t", "out": "o", **values}), "train")
 
 
 def test_presets_are_values_under_those_given() -> None:
     """Every preset is a recipe that can be run, the project's own is the defaults, and what is given beside it wins."""
     for name in PRESETS:
         made(preset=name)
-    assert made(preset="slipstream") == made() == TrainOptions(target="t", out=Path("o"))
+    assert made(preset="slipstream") == made() == TrainOptions(model="t", out=Path("o"))
     published = made(preset="deepspec-dspark")
     assert (published.algorithm, published.block_size, published.recipe.optim.method) == ("dspark", 7, "adamw")
     assert published.recipe.losses == LossOptions()
@@ -384,9 +384,9 @@ def test_presets_are_values_under_those_given() -> None:
 )
 def test_bad_options_are_named(tmp_path: Path, field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=field):
-        TrainOptions(target="t", out=tmp_path, **{field: value})  # type: ignore[arg-type]
+        TrainOptions(model="t", out=tmp_path, **{field: value})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="short_block"):
-        TrainOptions(target="t", out=tmp_path, recipe=Recipe(short_block=9))
+        TrainOptions(model="t", out=tmp_path, recipe=Recipe(short_block=9))
 
 
 @pytest.mark.parametrize(

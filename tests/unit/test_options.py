@@ -78,17 +78,17 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
 
 def test_train_options_take_nested_tables(tmp_path: Path) -> None:
     path = write(tmp_path, {"prompts": ["a.jsonl"], "recipe": {"row_tokens": 64, "losses": {"ce": 1.0}}, "steps": 3})
-    options = build(TrainOptions, merge({"out": Path("o"), "steps": 5}, path, {"target": "t"}), "train")
-    assert (options.target, options.out, options.steps, options.prompts) == ("t", Path("o"), 5, (Path("a.jsonl"),))
+    options = build(TrainOptions, merge({"out": Path("o"), "steps": 5}, path, {"model": "t"}), "train")
+    assert (options.model, options.out, options.steps, options.prompts) == ("t", Path("o"), 5, (Path("a.jsonl"),))
     assert (options.recipe.row_tokens, options.recipe.losses.ce) == (64, 1.0)
 
 
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"target": "t"}, "train: missing .* 'out'"),
-        ({"target": "t", "out": "o", "stepps": 1}, "unknown option 'stepps' of train; did you mean steps"),
-        ({"target": "t", "out": "o", "recipe": {"losses": {"cee": 1}}}, "of train.recipe.losses; did you mean ce"),
+        ({"model": "t"}, "train: missing .* 'out'"),
+        ({"model": "t", "out": "o", "stepps": 1}, "unknown option 'stepps' of train; did you mean steps"),
+        ({"model": "t", "out": "o", "recipe": {"losses": {"cee": 1}}}, "of train.recipe.losses; did you mean ce"),
     ],
 )
 def test_train_options_refuse_what_they_do_not_know(values: dict[str, Any], says: str) -> None:
