@@ -32,8 +32,8 @@ def calibrate(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="What else it holds stays. Default: calibration.json in the drafter's folder, where engines look (of a "
-            "built-in drafter: inside the installed package)."
+            help="File; what it says of other signals and classes stays. Default: calibration.json in the drafter's "
+            "folder, where engines look; of a built-in drafter that is in the installed package."
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw predicted against observed survival into this file.")] = None,

@@ -89,17 +89,7 @@ def run(options: CalibrateOptions, say: Callable[[str], None]) -> CalibrateResul
     kept = save(calibration_of(fits, conditions), path)
     if options.plot is not None:
         reliability_plot(options.plot, [one.panel for one in fits])
-    report = {
-        "git": machine.git_commit(),
-        "versions": machine.versions(),
-        "device": machine.device_facts(models.device),
-        "model": options.model,
-        "draft": options.draft,
-        "conditions": conditions,
-        "calibration_file": str(path),
-        "kept": [f"{signal} {name}" for signal, name in kept],
-        "fits": [as_dict(one) for one in fits],
-    }
+    report = report_of(options, models, conditions, path, kept, fits)
     return CalibrateResult(fits=tuple(fits), kept=kept, path=path, report=report)
 
 
@@ -234,6 +224,23 @@ def conditions_of(options: CalibrateOptions, models: Models, speculative: Specul
         "limit": options.limit,
         "prompts": {path.stem: str(path) for path in options.prompts} or {BUILT_IN: "built in"},
         "sampling": {"max_tokens": options.max_tokens, "top_p": options.top_p, "seed": options.seed},
+    }
+
+
+def report_of(
+    options: CalibrateOptions, models: Models, conditions: Mapping[str, Any], path: Path,
+    kept: Sequence[tuple[str, str]], fits: Sequence[Fit],
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "git": machine.git_commit(),
+        "versions": machine.versions(),
+        "device": machine.device_facts(models.device),
+        "model": options.model,
+        "draft": options.draft,
+        "conditions": dict(conditions),
+        "calibration_file": str(path),
+        "kept": [f"{signal} {name}" for signal, name in kept],
+        "fits": [as_dict(one) for one in fits],
     }
 
 

@@ -213,6 +213,6 @@ def _signal(options: EvaluateOptions, drafter: str) -> Any:
     return options.speculative.get("confidence_signal", "auto") if drafter == options.draft else "auto"
 
 
-def _sizes(options: EvaluateOptions, models: Models, groups: Sequence[Group]) -> Any:
+def _sizes(options: EvaluateOptions, models: Models, groups: Sequence[Group]) -> dict[str, Any]:
     conversations = [messages for group in groups for messages in group.conversations]
     return sizes(models, conversations, options.sampling.max_tokens, options.engine)

@@ -25,7 +25,9 @@ def load(model: str, draft: str | None, engine: Mapping[str, Any], speculative: 
     return load_models(model, draft, layout=speculative.get("draft_layout", "auto"), **kinds)
 
 
-def sizes(models: Models, conversations: Sequence[Messages], max_tokens: int, engine: Mapping[str, Any]) -> Any:
+def sizes(
+    models: Models, conversations: Sequence[Messages], max_tokens: int, engine: Mapping[str, Any]
+) -> dict[str, Any]:
     """Fields of EngineConfig: what was asked for, and room for the longest request unless that was asked for too."""
     asked = {name: value for name, value in engine.items() if name not in WEIGHT_FIELDS}
     return {"max_model_len": positions_needed(models, conversations, max_tokens), **asked}
