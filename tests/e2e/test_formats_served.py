@@ -84,7 +84,7 @@ def test_a_contradicted_layout_is_warned_of_with_the_remedy(
     with caplog.at_level(logging.WARNING, "slipstream"):
         models = load_models(str(tiny_folders[0]), str(foreign), dtype="float32")
     (message,) = [record.getMessage() for record in caplog.records]
-    assert "anchor_first agrees with 2%, fill_in with 60%; set draft_layout to fill_in" in message
+    assert "anchor_first agrees with 2%, fill_in with 60%; set draft_layout (--draft-layout) to fill_in" in message
     assert note(models.notes, "layout_probe") == ("contradicts", str(found))
 
 
@@ -193,7 +193,7 @@ def test_the_shipped_drafters_are_told_apart(name: str, tmp_path: Path, caplog: 
     other = "fill_in" if right.network.spec.layout == "anchor_first" else "anchor_first"
     wrong = load_models(target, str(tmp_path / name), layout=other)
     assert (note(wrong.notes, "layout_probe") or [""])[0] == "contradicts"
-    assert f"set draft_layout to {right.network.spec.layout}" in caplog.text
+    assert f"set draft_layout (--draft-layout) to {right.network.spec.layout}" in caplog.text
 
 
 @pytest.mark.slow
