@@ -92,7 +92,11 @@ def _probe(target: Decoder, network: BlockDrafter, tokenizer: Tokenizer) -> Note
     if found is None:
         return ("layout_probe", "not run", "the target is too slow, or a context too short, to compare with its answer")
     if found.verdict == "contradicts":
-        log.warning("the drafter's layout is probably wrong: %s; set draft_layout (--draft-layout) to %s", found, found.other_layout)
+        log.warning(
+            "the drafter's layout is probably wrong: %s; set draft_layout (--draft-layout) to %s",
+            found,
+            found.other_layout,
+        )
     return ("layout_probe", found.verdict, str(found))
 
 
