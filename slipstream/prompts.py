@@ -46,9 +46,15 @@ def _text(path: Path | None) -> str:
 
 def _first_turn(line: str, where: str) -> str:
     try:
-        turn = json.loads(line)["turns"][0]
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ConfigError(f'{where}: expected {{"turns": ["..."]}}, found {line[:60]!r}') from error
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        value = None
+    turns = value.get("turns") if isinstance(value, dict) else None
+    if not isinstance(turns, list) or not turns:
+        raise ConfigError(f'{where}: expected {{"turns": ["..."]}}, found {line[:60]!r}')
+    turn = turns[0]
     if not isinstance(turn, str) or not turn.strip():
         raise ConfigError(f"{where}: the first turn is {turn!r}; it must be a text that is not empty")
+    if not turn.isascii() and any("\ud800" <= character <= "\udfff" for character in turn):
+        raise ConfigError(f"{where}: the first turn holds half of a surrogate pair, which is no character; remove it")
     return turn

@@ -9,7 +9,7 @@ shapes: n rows, d positions of a draft, S positions at most.
 """
 
 import json
-import math
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -34,6 +34,7 @@ PRIOR_WEIGHT = 64.0  # observations that the prior of a shift or a slope counts 
 MEAN_WEIGHT = 16.0  # observations that 0.5^j counts for in a mean; fades like others
 SHIFT_INFORMATION = 0.25 * PRIOR_WEIGHT  # of 64 outcomes at p = 1/2, pulling a learned shift to 0
 MAX_SHIFT, MAX_SHIFT_STEP = 4.0, 1.0
+MAX_TEMPERATURE = sys.float_info.max  # of a file
 LAG_SLOPE = 0.5  # of the lag map before anything is learned
 LAG_VARIANCE = 0.05  # of a lagged survival, by which the prior slope is weighed
 
@@ -277,7 +278,7 @@ class Calibration:
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"calibration {path}: {error}") from error
         where = f"calibration {path}"
         if not isinstance(data, dict) or data.get("version") != 1:
@@ -316,6 +317,7 @@ def _temperatures(values: object, field: str) -> tuple[float, ...]:
     if not isinstance(values, list) or not values:
         raise ConfigError(f"{field} must be a list of numbers, one per position")
     for index, value in enumerate(values):
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        ok = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MAX_TEMPERATURE
+        if not ok:  # a number that no float holds is compared, not converted
             raise ConfigError(f"{field}[{index}] is {value!r}; it must be a finite number above 0")
     return tuple(float(v) for v in values)

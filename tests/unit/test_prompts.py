@@ -31,6 +31,11 @@ def test_the_package_brings_a_sample() -> None:
         ('{"turns": ["a"]}\n\n{"turn": "b"}', "line 3"),
         ('{"turns": ["  "]}', "not empty"),
         ("nonsense", "expected"),
+        ('{"turns": "What is 2+2?"}', "line 1: expected"),
+        ('{"turns": {"0": "a"}}', "line 1: expected"),
+        ('["turns"]', "line 1: expected"),
+        ('{"turns": ["a"]}\n{"turns": ["b \\ud800"]}', "line 2: the first turn holds half of a surrogate pair"),
+        ("[" * 100_000, "line 1: expected"),
     ],
 )
 def test_bad_prompt_files_are_named(tmp_path: Path, text: str, says: str) -> None:
@@ -38,6 +43,12 @@ def test_bad_prompt_files_are_named(tmp_path: Path, text: str, says: str) -> Non
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
         read_prompts(path)
+
+
+def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"turns": ["\\ud83d\\ude00"]}')
+    assert read_prompts(path) == ["\U0001f600"]
 
 
 def test_a_missing_prompt_file_is_named(tmp_path: Path) -> None:

@@ -349,6 +349,7 @@ GOOD = {"temperatures": [1.0, 0.9], "num_samples": 10, "ece_before": 0.05}
         ({"version": 1, "signals": {"head": {"greedy": {"temperatures": []}}}}, r"greedy\.temperatures"),
         ({"version": 1, "signals": {"head": {"greedy": {"temperatures": [1, 0]}}}}, r"temperatures\[1\]"),
         ({"version": 1, "signals": {"head": {"greedy": {"temperatures": [float("nan")]}}}}, r"temperatures\[0\]"),
+        ({"version": 1, "signals": {"head": {"greedy": {"temperatures": [10**400]}}}}, r"temperatures\[0\]"),
     ],
 )
 def test_a_malformed_calibration_names_the_field(tmp_path, data, message):
@@ -361,6 +362,7 @@ def test_a_malformed_calibration_names_the_field(tmp_path, data, message):
 
 def test_calibration_that_is_no_json(tmp_path):
     path = tmp_path / "calibration.json"
-    path.write_text("{")
-    with pytest.raises(ConfigError, match=r"calibration\.json"):
-        Calibration.load(path)
+    for text in ("{", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"calibration\.json"):
+            Calibration.load(path)
