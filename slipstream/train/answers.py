@@ -8,9 +8,11 @@ what came of it, cut where a text ends in a loop. Called by `prompts`, the train
 Shapes: N slots, T positions per slot, L layers, nkv KV heads, hd head size, G query heads per KV head, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +25,9 @@ from torch import Tensor
 from slipstream.errors import CheckpointError
 from slipstream.loops import find_loop
 from slipstream.models.decoder import Decoder
+from slipstream.train.options import MIN_ANSWER_TOKENS
 
 STEPS_PER_CHECK = 16  # steps between two looks at which slots are done
-MIN_ANSWER_TOKENS = 4  # shorter answers teach nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,14 +292,51 @@ class AnswerSet:
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fields = ("token_ids", "starts", "prompt_lengths", "temperatures", "looping")
-        save_file({name: getattr(self, name) for name in fields}, path)
+        save_file({name: getattr(self, name) for name in _FIELDS}, path)
+
+    def digest(self) -> str:
+        """A name for this content, order included."""
+        parts = (np.ascontiguousarray(getattr(self, name), dtype=kind) for name, kind in _FIELDS.items())
+        return hashlib.sha256(b"".join(hashlib.sha256(part.data).digest() for part in parts)).hexdigest()
 
     @classmethod
-    def load(cls, path: Path) -> "AnswerSet":
+    def load(cls, path: Path, remedy: str = "name another file") -> "AnswerSet":
+        """Raises, with the remedy, if the file is no whole set of answers."""
         try:
-            return cls(**load_file(path))
-        except (SafetensorError, OSError, ValueError, TypeError) as error:
-            raise CheckpointError(
-                f"answers file {path} cannot be read: {error}; delete it to generate the answers anew"
-            ) from error
+            found = load_file(path)
+        except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(f"answers file {path} cannot be read: {error}; {remedy}") from error
+        fault = _fault(found)
+        if fault is not None:
+            raise CheckpointError(f"answers file {path}: {fault}; {remedy}")
+        return cls(**{name: found[name].astype(kind, copy=False) for name, kind in _FIELDS.items()})
+
+
+_FIELDS: Mapping[str, type[np.generic]] = {
+    "token_ids": np.int32, "starts": np.int64, "prompt_lengths": np.int32, "temperatures": np.float32,
+    "looping": np.bool_,
+}  # fmt: skip
+
+
+def _fault(found: Mapping[str, NDArray[Any]]) -> str | None:
+    """What keeps arrays from being a set of answers, field first."""
+    for name, kind in _FIELDS.items():
+        if name not in found:
+            return f"{name} is missing"
+        if found[name].ndim != 1 or found[name].dtype.kind != np.dtype(kind).kind:
+            return f"{name} is {found[name].dtype} {list(found[name].shape)}, not a list of {np.dtype(kind)}"
+    tokens, starts, prompts, temperatures, looping = (found[name] for name in _FIELDS)
+    if not len(prompts):
+        return "prompt_lengths is empty: it holds no answer"
+    if len(starts) != len(prompts) + 1 or starts[0] != 0 or starts[-1] != len(tokens):
+        return f"starts does not go from 0 to {len(tokens)}, the number of token_ids, in {len(prompts)} texts"
+    if not ((prompts > 0) & (prompts < np.diff(starts))).all():
+        return "prompt_lengths leaves no prompt or no answer in one of the texts of starts"
+    for name, values in (("temperatures", temperatures), ("looping", looping)):
+        if len(values) != len(prompts):
+            return f"{name} has {len(values)} values for {len(prompts)} texts"
+    if not (np.isfinite(temperatures) & (temperatures >= 0)).all():
+        return "temperatures holds one that is below 0 or not finite"
+    if tokens.min() < 0 or tokens.max() > np.iinfo(np.int32).max:
+        return f"token_ids holds {tokens.min() if tokens.min() < 0 else tokens.max()}, which is no token"
+    return None

@@ -5,6 +5,8 @@ of both.
 """
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,6 +20,8 @@ Method = Literal["muon", "adamw"]
 Schedule = Literal["linear", "cosine"]
 Anchors = Literal["next_scored", "scored"]
 
+MIN_ANSWER_TOKENS = 4  # shorter answers teach nothing
+
 
 def _choose(name: str, value: object, choices: object) -> None:
     if value not in get_args(choices):
@@ -28,16 +32,38 @@ def _default(cls: type[Any], name: str) -> object:
     return next(f.default for f in dataclasses.fields(cls) if f.name == name)
 
 
-def _at_least(least: float, **values: float) -> None:
-    for name, value in values.items():
-        if not value >= least:
-            raise ConfigError(f"{name} is {value}; it must be at least {least:g}")
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Finite numbers from `least` to `most`, themselves among them unless `above` or `below`."""
+
+    least: float = 0
+    most: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        lower = value > self.least if self.above else value >= self.least
+        upper = value < self.most if self.below else value <= self.most
+        return -math.inf < value < math.inf and lower and upper
+
+    def __str__(self) -> str:
+        upper = f" and {'below' if self.below else 'at most'} {self.most:.12g}" if math.isfinite(self.most) else ""
+        return f"{'above' if self.above else 'at least'} {self.least:g}{upper}"
 
 
-def _above_zero(**values: float) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise ConfigError(f"{name} is {value}; it must be above 0")
+SHARE, FACTOR, COUNT, POSITIVE = Range(0, 1), Range(0, 1, below=True), Range(1), Range(0, above=True)
+
+
+def _check_ranges(options: object, ranges: Mapping[str, Range], table: str = "") -> None:
+    """ConfigError that names the first number of `options`, or the list that holds it, which is out of its range."""
+    for name, allowed in ranges.items():
+        value = getattr(options, name)
+        for number in value if isinstance(value, tuple) else () if value is None else (value,):
+            if number not in allowed:
+                shown = list(value) if isinstance(value, tuple) else value
+                what = "every number in it" if isinstance(value, tuple) else "it"
+                finite = "" if -math.inf < number < math.inf else "finite and "
+                raise ConfigError(f"{table}{name} is {shown}; {what} must be {finite}{allowed}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,11 +87,8 @@ class LossOptions:
         _choose("losses.weights", self.weights, RowWeights)
         _choose("losses.normalise", self.normalise, Normaliser)
         terms = {name: getattr(self, name) for name in ("ce", "l1", "tv", "kl", "confidence")}
-        for name, weight in terms.items():
-            _at_least(0, **{f"losses.{name}": weight})
-        _above_zero(**{"losses.gamma": self.gamma, "losses.alpha": self.alpha})
-        if self.alpha > 1:
-            raise ConfigError(f"losses.alpha is {self.alpha}; it must be at most 1")
+        ranges = {**dict.fromkeys(terms, Range()), "gamma": POSITIVE, "alpha": Range(0, 1, above=True)}
+        _check_ranges(self, ranges, "losses.")
         if self.l1 and self.tv:
             raise ConfigError(
                 f"losses.tv is {self.tv} and losses.l1 {self.l1}, but tv is half of l1: one term; set one of them to 0"
@@ -101,8 +124,10 @@ class OptimOptions:
 
     def __post_init__(self) -> None:
         _choose("optim.method", self.method, Method)
-        for name in ("muon_lr", "adam_lr", "weight_decay", "clip"):
-            _at_least(0, **{f"optim.{name}": getattr(self, name)})
+        if len(self.betas) != 2:
+            raise ConfigError(f"optim.betas is {list(self.betas)}; give two: of the mean and of the square")
+        rates = dict.fromkeys(("muon_lr", "adam_lr", "weight_decay", "clip"), Range())
+        _check_ranges(self, {**rates, "momentum": FACTOR, "betas": FACTOR}, "optim.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,8 +160,18 @@ class Recipe:
     def __post_init__(self) -> None:
         _choose("recipe.schedule", self.schedule, Schedule)
         _choose("recipe.anchors", self.anchors, Anchors)
-        _at_least(0, **{"recipe.feature_noise": self.feature_noise})
-        _above_zero(**{"recipe.sampled_temperature": self.sampled_temperature})
+        _check_ranges(self, _RECIPE, "recipe.")
+        if len(self.mix) != 3 or sum(self.mix) <= 0:
+            raise ConfigError(f"recipe.mix is {list(self.mix)}; give three shares: code, mathematics, chat")
+
+
+_RECIPE = {
+    "warmup": FACTOR, "row_tokens": Range(2), "batch_rows": COUNT, "block_rows": COUNT, "feature_noise": Range(),
+    "short_block": Range(), "short_share": SHARE, "target_layer_ids": Range(), "mask_token_id": Range(),
+    "intermediate_size": COUNT, "greedy_share": SHARE, "sampled_temperature": POSITIVE, "mix": Range(),
+    "max_new_tokens": Range(MIN_ANSWER_TOKENS), "max_length": Range(2 * MIN_ANSWER_TOKENS + 1), "num_slots": COUNT,
+    "held_out": Range(),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,26 +204,11 @@ class TrainOptions:
     def __post_init__(self) -> None:
         if self.algorithm not in ("dspark", "dflash"):
             raise ConfigError(f"algorithm is {self.algorithm!r}; choose dspark or dflash")
-        positive = {
-            "answer_tokens": 1,
-            "steps": 1,
-            "block_size": 2,
-            "num_layers": 1,
-            "draft_vocab_size": 0,
-            "markov_rank": 0,
-            "processes": 1,
-        }
-        for name, least in positive.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        if self.minutes is not None and self.minutes <= 0:
-            raise ConfigError(f"minutes is {self.minutes}; give a time above 0, or leave it out")
+        _check_ranges(self, _RUN)
         if self.recipe.batch_rows % self.processes:
             raise ConfigError(
                 f"processes is {self.processes} and batch_rows {self.recipe.batch_rows} is no multiple of it; change one"
             )
-        if len(self.recipe.mix) != 3 or min(self.recipe.mix) < 0 or sum(self.recipe.mix) <= 0:
-            raise ConfigError(f"mix is {list(self.recipe.mix)}; give three shares: code, mathematics, chat")
         short = self.recipe.short_block
         if short and not 2 <= short <= self.block_size:
             raise ConfigError(
@@ -227,3 +247,10 @@ class TrainOptions:
         counts = sorted(range(rows // short + 1), key=lambda count: abs(count * short - wanted))
         num_short = next((count for count in counts if (rows - count * short) % long == 0), counts[0])
         return (short,) * num_short + (long,) * max((rows - num_short * short) // long, 0 if num_short else 1)
+
+
+_RUN = {
+    "answer_tokens": COUNT, "steps": COUNT, "minutes": POSITIVE, "block_size": Range(2), "num_layers": COUNT,
+    "draft_vocab_size": Range(), "markov_rank": Range(), "processes": COUNT,
+    "seed": Range(0, 2**32 - 1),  # every stream of random numbers adds its own to it, in 64 bits
+}  # fmt: skip

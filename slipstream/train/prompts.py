@@ -11,7 +11,9 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from slipstream.train.answers import MIN_ANSWER_TOKENS, Answer, AnswerSet, Job, SlotGenerator
+from slipstream.errors import ConfigError
+from slipstream.train.answers import Answer, AnswerSet, Job, SlotGenerator
+from slipstream.train.options import MIN_ANSWER_TOKENS
 
 USER_TEMPERATURE = 0.85  # of self-made user turns
 MAX_USER_TOKENS = 160
@@ -160,7 +162,13 @@ def generate_answers(
         if sum(len(answer.token_ids) for answer in found) >= missing:
             break
         pairs = []
-    return AnswerSet.from_answers(answers, cut_loops=True)
+    kept = AnswerSet.from_answers(answers, cut_loops=True)
+    if not len(kept):
+        raise ConfigError(
+            f"none of the target's {len(answers)} answers has {MIN_ANSWER_TOKENS} tokens; raise recipe.max_new_tokens "
+            "or recipe.max_length, or give prompts that it answers at more length"
+        )
+    return kept
 
 
 def _until(

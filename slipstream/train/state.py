@@ -25,28 +25,58 @@ class RunState:
     step: int
     seconds: float  # of training so far
     options: Mapping[str, Any]  # what a resumed run must have in common with it
+    answers: str  # digest of what it is trained on, likewise
     tensors: Mapping[str, Tensor]
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         name = f"step-{self.step:07d}.safetensors"
         save_file({key: tensor.contiguous().cpu() for key, tensor in self.tensors.items()}, folder / name)
-        state = {"step": self.step, "seconds": self.seconds, "tensors": name, "options": dict(self.options)}
+        state = {
+            "step": self.step, "seconds": self.seconds, "tensors": name, "answers": self.answers,
+            "options": dict(self.options),
+        }  # fmt: skip
         replace_text(folder / "state.json", json.dumps(state, indent=2) + "\n")
         for stale in folder.glob("step-*.safetensors"):
             if stale.name != name:
                 stale.unlink()
 
     @classmethod
-    def load(cls, folder: Path, options: Mapping[str, Any]) -> "RunState":
-        """Raises if there is no whole checkpoint, or if it was made with other options."""
+    def load(cls, folder: Path, options: Mapping[str, Any], answers: str, like: Mapping[str, Tensor]) -> "RunState":
+        """Raises if there is no whole checkpoint, with tensors `like` these, or if it is of another run."""
+        path = folder / "state.json"
         try:
-            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            state = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"nothing to resume in {folder}: {error}; start without resume") from error
+        for name, kinds in _KEYS.items():
+            if not isinstance(state, dict) or type(state.get(name)) not in kinds:
+                raise CheckpointError(f"{path} has no {name} as a run writes it; start without resume")
+        try:
             tensors = load_file(folder / state["tensors"])
-        except (SafetensorError, OSError, ValueError, KeyError) as error:
+        except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"nothing to resume in {folder}: {error}; start without resume") from error
         check_same(_flat(options), _flat(state["options"]), "the run to resume was started with")
-        return cls(state["step"], state["seconds"], state["options"], tensors)
+        if state.get("answers", answers) != answers:  # runs of before this was kept do not say
+            raise ConfigError(
+                "answers: these are not the ones that the run to resume was started with; name the same files in the "
+                "same order"
+            )
+        _check_tensors(tensors, like, folder / state["tensors"])
+        return cls(state["step"], state["seconds"], state["options"], answers, tensors)
+
+
+_KEYS: Mapping[str, tuple[type, ...]] = {"step": (int,), "seconds": (int, float), "tensors": (str,), "options": (dict,)}
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], path: Path) -> None:
+    for name, wanted in like.items():
+        found = tensors.get(name)
+        if found is None or found.shape != wanted.shape or found.dtype != wanted.dtype:
+            is_now = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
+            raise CheckpointError(
+                f"{path}: {name} is {is_now}, this run has {wanted.dtype} {list(wanted.shape)}; start without resume"
+            )
 
 
 def check_same(ours: Mapping[str, Any], theirs: Mapping[str, Any], whose: str) -> None:

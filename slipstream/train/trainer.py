@@ -22,7 +22,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from slipstream.errors import ConfigError
+from slipstream.config import CALIBRATION_FILE
+from slipstream.errors import ConfigError, EngineError
 from slipstream.models.checkpoint import DrafterSpec
 from slipstream.models.decoder import Decoder
 from slipstream.models.drafters import BlockDrafter, save_drafter
@@ -70,6 +71,7 @@ def drafter_spec(options: TrainOptions, target: Decoder) -> DrafterSpec:
     spec, recipe, dspark = target.spec, options.recipe, options.algorithm == "dspark"
     confidence = dspark and recipe.losses.confidence > 0  # an untrained head would be believed
     depth = spec.num_layers
+    _refuse_unfit(options, target)
     taps = recipe.target_layer_ids or tuple(sorted({max(0, round(1 + i * (depth - 4) / 4)) for i in range(5)}))
     reduced = 0 < options.draft_vocab_size < spec.vocab_size
     return DrafterSpec(
@@ -97,6 +99,23 @@ def drafter_spec(options: TrainOptions, target: Decoder) -> DrafterSpec:
         confidence_head=confidence,
         confidence_with_markov=confidence and options.markov_rank > 0,
     )
+
+
+def _refuse_unfit(options: TrainOptions, target: Decoder) -> None:
+    """ConfigError for what this target does not have."""
+    spec, recipe = target.spec, options.recipe
+    if options.block_size > spec.max_position_embeddings:
+        raise ConfigError(
+            f"block_size is {options.block_size}, the target has {spec.max_position_embeddings} positions; lower it"
+        )
+    if recipe.mask_token_id >= spec.vocab_size:
+        raise ConfigError(
+            f"recipe.mask_token_id is {recipe.mask_token_id}; the target's tokens end at {spec.vocab_size - 1}"
+        )
+    if max(recipe.target_layer_ids, default=0) >= spec.num_layers:
+        raise ConfigError(
+            f"recipe.target_layer_ids is {list(recipe.target_layer_ids)}; the target's layers end at {spec.num_layers - 1}"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,17 +149,33 @@ class Trainer:
         self.row_losses = _compiled(self._row_losses, self.graphs) if fast else self._row_losses
         self.training_set, self.validation_set = _split(answers, self.recipe.held_out)
         if len(self.training_set) == 0:
-            raise ConfigError("there are no answers to train on; raise answer_tokens or name other answers")
+            raise ConfigError("there are no answers to train on; name other answers")
+        self.digest = answers.digest()
         self.spec = drafter_spec(options, target)
         packed, _ = pack(self.training_set, self.recipe.row_tokens)
         self.rows = packed.to(self.device)
+        self._report_cuts()
         self.order = BatchOrder(len(packed), self.recipe.batch_rows, options.seed)
         self.lengths = options.block_lengths()
         self.step, self.seconds = 0, 0.0
+        self.broken = torch.zeros((), dtype=torch.int64, device=self.device)  # steps whose loss or norm is not finite
         self.scale = self._feature_scale()  # [K * H] fp32
         self.drafter = BlockDrafter(self.spec, target.embed_tokens.weight.dtype, self.device)
         self._begin(start)
         self.optimizer = MasterOptimizer(self.drafter, self.recipe.optim)
+
+    def _report_cuts(self) -> None:
+        """Say how many answers a packed row is too short for; nothing left to train on is an error."""
+        room = self.recipe.row_tokens
+        too_long = int((np.diff(self.training_set.starts) > room).sum())
+        if not bool(self._candidates(self.rows).any()):
+            raise ConfigError(
+                f"recipe.row_tokens is {room}: in rows of that length no answer goes on behind its prompt; raise it"
+            )
+        if too_long:
+            self.console.print(
+                f"{too_long} of {len(self.training_set)} answers are cut at row_tokens {room}, prompt included"
+            )
 
     @torch.no_grad()
     def _begin(self, start: BlockDrafter | None) -> None:
@@ -207,6 +242,7 @@ class Trainer:
         factor = schedule(self.progress, self.recipe.warmup, self.recipe.schedule)
         norm = self.optimizer.step(factor, self.ranks.add_up)
         self.step += 1
+        self.broken += ~(loss.detach() + norm).isfinite()
         return {"loss": loss.detach(), **terms, "norm": norm / self.ranks.count}
 
     def _candidates(self, rows: PackedRows) -> Tensor:
@@ -338,6 +374,16 @@ class Trainer:
         self.save()
         self.console.print(f"drafter -> {self.options.out / 'drafter'}")
 
+    @torch.no_grad()
+    def _refuse_divergence(self) -> None:
+        """Stop before anything of a run that went astray is kept. Waits for the device: not for every step."""
+        broken, masters = int(self.broken), list(self.optimizer.masters.values())
+        if broken or not bool(torch.stack(torch._foreach_norm(masters)).isfinite().all()):
+            raise EngineError(
+                f"step {self.step - max(0, broken - 1)}: loss, gradients or weights are not finite, and nothing was saved "
+                "since; lower recipe.optim.muon_lr and adam_lr, or raise recipe.warmup"
+            )
+
     def _log(self, terms: dict[str, Tensor]) -> None:
         self.ranks.add_up(list(terms.values()))
         mean = (terms["overlap"] / terms["rows"].clamp(min=1.0))[1 - label_shift(self.spec.layout) :].tolist()
@@ -348,8 +394,10 @@ class Trainer:
             self.log.losses(self.step, self.seconds, values, mean)
             if self.step % (10 * LOG_EVERY) == 0:
                 self.log.show(self.step, self.seconds, values)
+        self._refuse_divergence()
 
     def _validate(self) -> None:
+        self._refuse_divergence()
         if self.ranks.leads and len(self.validation_set):
             report = evaluate(
                 self.target, self.drafter, self.validation_set, min(VALIDATION_DRAFTS, self.spec.max_draft_tokens),
@@ -364,7 +412,9 @@ class Trainer:
         """Write OUT/checkpoint, OUT/drafter (the masters in bf16, the feature scale folded into fc) and the plot."""
         if not self.ranks.leads:
             return
+        self._refuse_divergence()
         self.save_checkpoint()
+        self._drop_calibration()
         weight, master = self.drafter.fc.weight, self.optimizer.masters["fc.weight"]
         extra = {"training": {**self._fixed_options(), "minutes": self.options.minutes, "steps_done": self.step}}
         with torch.no_grad():
@@ -373,13 +423,23 @@ class Trainer:
             weight.copy_(master)
         self.log.plot()
 
+    def _drop_calibration(self) -> None:
+        """A calibration beside the drafter is one of the weights that are about to be replaced."""
+        path = self.options.out / "drafter" / CALIBRATION_FILE
+        if path.exists():
+            path.unlink()
+            self.console.print(f"{path} was fitted to earlier weights and is removed; calibrate again")
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {**self.optimizer.state(), "scale": self.scale, "kept": self.kept}
+
     def save_checkpoint(self) -> None:
-        tensors = {**self.optimizer.state(), "scale": self.scale, "kept": self.kept}
-        RunState(self.step, self.seconds, self._fixed_options(), tensors).save(self.options.out / "checkpoint")
+        state = RunState(self.step, self.seconds, self._fixed_options(), self.digest, self._tensors())
+        state.save(self.options.out / "checkpoint")
 
     def load_checkpoint(self) -> None:
-        """Go on where the checkpoint stands; raises if it is missing or was made with other options."""
-        state = RunState.load(self.options.out / "checkpoint", self._fixed_options())
+        """Go on where the checkpoint stands; raises if it is missing or of other options, answers or shapes."""
+        state = RunState.load(self.options.out / "checkpoint", self._fixed_options(), self.digest, self._tensors())
         self.scale = state.tensors["scale"].to(self.device)
         self._use_vocabulary(state.tensors["kept"])
         self.step, self.seconds = state.step, state.seconds

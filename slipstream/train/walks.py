@@ -89,7 +89,8 @@ def _runs_of_batch(
     # Candidates first and in order, the rest of the columns after them.
     columns = torch.argsort((~candidates).int(), dim=1, stable=True)[:, :most]
     runs = torch.full(candidates.shape, -1, dtype=torch.int64, device=drafter.device)
-    for chunk in torch.split(columns, per_pass, dim=1):
+    for first in range(0, most, per_pass):  # not once where documents are cut before their answers
+        chunk = columns[:, first : first + per_pass]
         runs.scatter_(1, chunk, _runs_of_anchors(drafter, rows, context, chunk, num_drafts))
     return runs.masked_fill(~candidates, -1).cpu()
 

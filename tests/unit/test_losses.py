@@ -398,7 +398,7 @@ def test_bad_options_are_named(tmp_path: Path, field: str, value: object) -> Non
         ({"losses": {"label": "argmax"}}, r"losses.label is 'argmax'; choose data or teacher"),
         ({"losses": {"normalise": "mean"}}, r"losses.normalise .* choose weights or rows"),
         ({"losses": {"weights": "dpace"}}, r"weighs cross entropy only; set l1, confidence to 0"),
-        ({"losses": {"alpha": 1.5}}, r"losses.alpha is 1.5; it must be at most 1"),
+        ({"losses": {"alpha": 1.5}}, r"losses.alpha is 1.5; it must be above 0 and at most 1"),
         ({"losses": {"gamma": 0.0}}, r"losses.gamma is 0.0; it must be above 0"),
         ({"optim": {"method": "sgd"}}, r"optim.method is 'sgd'; choose muon or adamw"),
         ({"schedule": "flat"}, r"recipe.schedule is 'flat'; choose linear or cosine"),
