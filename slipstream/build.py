@@ -27,6 +27,7 @@ from slipstream.lab.profile import measure, profile_key, stored_profile
 from slipstream.load import Models, Note
 from slipstream.models.checkpoint import DrafterSpec
 from slipstream.models.drafters import BlockDrafter
+from slipstream.models.headers import weights_digest
 from slipstream.models.spec import DecoderSpec
 from slipstream.scheduler import Scheduler, SchedulerLimits
 from slipstream.verify.accept import CoupledRule, RejectionRule, Rule
@@ -267,13 +268,15 @@ def _policy(
     speculative: SpeculativeConfig, source: DraftSource, engine: Engine, models: Models, notes: list[Note]
 ) -> Policy:
     assert engine.drafter is not None
+    calibration = find_calibration(speculative.calibration, source.folder)
     policy, reasons = make_policy(
         speculative,
         num_drafts=engine.scheduler.limits.max_drafts,
         has_head=engine.drafter.has_confidence_head,
         drafts_sampled=source.samples,
         cost=_cost_model(speculative, source.name, engine, models, notes),
-        calibration=find_calibration(speculative.calibration, source.folder),
+        calibration=calibration,
+        weights=weights_digest(source.folder) if calibration and source.folder else None,
     )
     notes += reasons
     return policy

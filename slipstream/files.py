@@ -5,8 +5,11 @@ calibrations, cost profiles, the state of a training run.
 """
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+from slipstream.errors import ConfigError
 
 
 def replace(path: Path, write: Callable[[Path], object]) -> None:
@@ -21,3 +24,18 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def check_writable(path: Path, option: str, hint: str = "") -> None:
+    """Before minutes are spent on what goes there. Makes the folder that it is to be in."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder")
+        if path.is_file() or not path.exists():  # not a device such as /dev/null
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path} cannot be written: {error}; name another file with --{option}{hint}"
+        ) from error

@@ -65,7 +65,7 @@ def load_models(
     `layout` other than auto overrides what the drafter says about its rows (`SpeculativeConfig.draft_layout`).
     """
     notes: list[Note] = []
-    on = _device(device, notes)
+    on = choose_device(device, notes)
     kind = _dtype(dtype, on, notes)
     path = resolve_target(model)
     target = load_decoder(path, kind, on)
@@ -100,22 +100,30 @@ def _probe(target: Decoder, network: BlockDrafter, tokenizer: Tokenizer) -> Note
     return ("layout_probe", found.verdict, str(found))
 
 
-def _device(asked: str, notes: list[Note]) -> torch.device:
-    if asked != "auto":
-        if asked.startswith("cuda") and not torch.cuda.is_available():
-            raise ConfigError(f"device is {asked!r}, but torch sees no GPU; use device auto or cpu")
-        try:
-            return torch.device(asked)
-        except RuntimeError as error:
-            raise ConfigError(f"device is {asked!r}; choose auto, cpu, cuda or cuda:N") from error
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    notes.append(("device", str(device), "a GPU is there" if device.type == "cuda" else "torch sees no GPU"))
+def choose_device(asked: str, notes: list[Note]) -> torch.device:
+    """The device of that name, one that is there; with `auto`, a note says why it was chosen."""
+    if asked == "auto":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        notes.append(("device", str(device), "a GPU is there" if device.type == "cuda" else "torch sees no GPU"))
+        return device
+    try:
+        device = torch.device(asked)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {asked!r}; choose auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {asked!r}; choose auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {asked!r}, but torch sees no GPU; use device auto or cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device is {asked!r}, torch sees {torch.cuda.device_count()} GPUs; they count from cuda:0")
     return device
 
 
 def _dtype(asked: str, device: torch.device, notes: list[Note]) -> torch.dtype:
     if asked != "auto":
-        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[asked]
+        if asked not in _DTYPES:
+            raise ConfigError(f"dtype is {asked!r}; choose auto, {', '.join(_DTYPES)}")
+        return _DTYPES[asked]
     if device.type == "cuda" or _cpu_has_bf16():
         notes.append(("dtype", "bfloat16", f"the {device.type} computes it natively"))
         return torch.bfloat16

@@ -9,6 +9,7 @@ import typer
 from slipstream.commands import flags
 from slipstream.commands.shared import as_tuple, deliver, options_of, say, screen, several
 from slipstream.errors import ConfigError
+from slipstream.files import check_writable
 from slipstream.lab.evaluate_options import EvaluateOptions
 from slipstream.lab.scores import scores_tables
 from slipstream.options import MODE_FLAGS, Options
@@ -47,6 +48,8 @@ def evaluate(
         "baselines": [] if baselines == "none" else several("baselines", baselines, str),
     }
     evaluate_options = _evaluate_options(options_of(given, own=OWN))  # refuses before torch is loaded
+    if output is not None:
+        check_writable(output, "output")
 
     from slipstream.lab.evaluate import run
 

@@ -30,6 +30,10 @@ def export(
 
     if target_name is not None and model is None:
         raise ConfigError("target_name: no effect without model; name the target's files with --model")
+    if target_name is not None and dialect in ("z-lab", "deepspec"):
+        raise ConfigError(f"target_name: no effect in the dialect {dialect}, which does not name its target; drop it")
+    if draft_layout not in (None, "auto", "fill_in", "anchor_first"):
+        raise ConfigError(f"draft_layout is {draft_layout!r}; choose one of auto, fill_in, anchor_first")
     target = None if model is None else ExportTarget.at(resolve_target(model), target_name or model)
     layout = None if draft_layout == "auto" else draft_layout
     export_drafter(resolve_drafter(draft), out, dialect, target, layout)

@@ -398,13 +398,15 @@ def make_policy(
     drafts_sampled: bool = True,
     cost: CostModel | None = None,
     calibration: Path | None = None,
+    weights: str | None = None,
     learns: bool = True,
     on_record: Callable[[DecisionRecord], None] | None = None,
 ) -> tuple[Policy, list[Reason]]:
     """The policy that `config` asks for, and (field, value, reason) for what was chosen on the way.
 
-    `num_drafts` is S. `drafts_sampled`: sampled requests get sampled drafts. `calibration` is a file or None. Without
-    `learns`, confidence is used as it is (a lagged one too), which tests with scripted confidence need.
+    `num_drafts` is S. `drafts_sampled`: sampled requests get sampled drafts. `calibration` is a file or None, `weights` the
+    digest of the weights that it has to be for, if there are any. Without `learns`, confidence is used as it is (a lagged
+    one too), which tests with scripted confidence need.
     """
     if config.mode in ("off", "static"):
         return FullWidth(num_drafts if config.mode == "static" else 0), []
@@ -421,10 +423,11 @@ def make_policy(
     if calibration is not None:
         table = Calibration.load(calibration)
         scale = table.scale_np(signal, num_drafts)
-        covered = table.covers(signal)
-        reasons.append(
-            ("calibration", str(calibration), "as found" if covered else f"it has nothing on signal '{signal}'")
-        )
+        why = "as found" if table.covers(signal) else f"it has nothing on signal '{signal}'"
+        if any(key[0] == signal for key in table.of_other_weights(weights)):
+            why = "made for other weights of the drafter; run slipstream calibrate again"
+            log.warning("calibration %s was %s", calibration, why)
+        reasons.append(("calibration", str(calibration), why))
     policy = Adaptive(
         num_drafts=num_drafts,
         waits_for="lagged" if config.enable_lag_confidence else "fresh",

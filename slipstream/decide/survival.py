@@ -248,6 +248,8 @@ class Calibration:
     temperatures: dict[tuple[str, str], tuple[float, ...]]  # (head | peak | drawn, greedy | sampled) -> T_1, T_2, ...
     # For readers, by the same keys: data, conditions, errors before and after. Must be JSON; nothing is decided by it.
     about: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    # By the same keys: digest of the drafter's weights that were measured. Older files and n-gram look-up have none.
+    weights: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def scale_np(self, signal: str, num_drafts: int) -> Floats:
         """[2, S] 1 / T. Positions beyond the file take its last value, classes that it lacks stay as they are."""
@@ -262,11 +264,17 @@ class Calibration:
     def covers(self, signal: str) -> bool:
         return any((signal, name) in self.temperatures for name in CLASSES)
 
+    def of_other_weights(self, weights: str | None) -> list[tuple[str, str]]:
+        """Entries that were measured on other weights than those of this digest. None: there is nothing to compare."""
+        return [key for key, measured in self.weights.items() if weights is not None and measured != weights]
+
     def save(self, path: Path) -> None:
         signals: dict[str, dict[str, dict[str, Any]]] = {}
         for (signal, name), values in self.temperatures.items():
             about = self.about.get((signal, name), {})
-            signals.setdefault(signal, {})[name] = {"temperatures": list(values), **about}
+            weights = self.weights.get((signal, name))
+            measured_on = {} if weights is None else {"weights": weights}
+            signals.setdefault(signal, {})[name] = {"temperatures": list(values), **measured_on, **about}
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps({"version": 1, "signals": signals}, indent=1) + "\n")
 
@@ -285,6 +293,7 @@ class Calibration:
             raise ConfigError(f"{where}: version must be 1")
         temperatures: dict[tuple[str, str], tuple[float, ...]] = {}
         about: dict[tuple[str, str], dict[str, Any]] = {}
+        weights: dict[tuple[str, str], str] = {}
         for signal, classes in _object(data.get("signals"), f"{where}: signals").items():
             if signal not in SIGNALS:
                 raise ConfigError(f"{where}: signals.{signal} is not a signal; use {', '.join(SIGNALS)}")
@@ -294,9 +303,11 @@ class Calibration:
                 where_entry = f"{where}: signals.{signal}.{name}"
                 entry = _object(entry, where_entry)
                 temperatures[signal, name] = _temperatures(entry.get("temperatures"), f"{where_entry}.temperatures")
-                if beside := {key: value for key, value in entry.items() if key != "temperatures"}:
+                if "weights" in entry:
+                    weights[signal, name] = _digest(entry["weights"], f"{where_entry}.weights")
+                if beside := {key: value for key, value in entry.items() if key not in ("temperatures", "weights")}:
                     about[signal, name] = beside
-        return cls(temperatures=temperatures, about=about)
+        return cls(temperatures=temperatures, about=about, weights=weights)
 
 
 def find_calibration(named: str | Path | None, folder: Path | None) -> Path | None:
@@ -310,6 +321,12 @@ def find_calibration(named: str | Path | None, folder: Path | None) -> Path | No
 def _object(value: object, field: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise ConfigError(f"{field} must be an object, found {type(value).__name__}")
+    return value
+
+
+def _digest(value: object, field: str) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{field} is {value!r}; it must be a text, the digest of a drafter's weights")
     return value
 
 

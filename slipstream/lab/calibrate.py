@@ -6,7 +6,6 @@ the command; serving only reads the file that comes out (`decide/survival.Calibr
 """
 
 import dataclasses
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -19,6 +18,7 @@ from rich.table import Table
 from slipstream.config import CALIBRATION_FILE, NGRAM, Signal, SpeculativeConfig
 from slipstream.decide.survival import CLASSES, Calibration
 from slipstream.errors import ConfigError
+from slipstream.files import check_writable
 from slipstream.lab import machine
 from slipstream.lab.calibrate_options import CalibrateOptions
 from slipstream.lab.plots import ReliabilityPanel, reliability_plot, require_matplotlib
@@ -28,11 +28,13 @@ from slipstream.lab.tables import new_table, shown
 from slipstream.lab.traces import Bools, DraftTrace, Floats, collect_trace, foretell, replay
 from slipstream.llm import LLM
 from slipstream.load import Models, load_models
+from slipstream.models.headers import weights_digest
 from slipstream.models.locate import resolve_drafter
 from slipstream.prompts import Messages, read_prompts, user
 
 BUILT_IN = "calibration_sample"
 LEAST_REQUESTS = 8  # below it, half of them say next to nothing
+LEAST_STEPS = 32  # of each half, in which the first draft was verified; below it the prior alone would be written
 DRAWN = ("raw", "file", "lagged")  # in the plot
 
 
@@ -69,12 +71,14 @@ def run(options: CalibrateOptions, say: Callable[[str], None]) -> CalibrateResul
     """Measure, fit, write the file (and the plot); `say` gets one line per thing done."""
     if options.plot is not None:
         require_matplotlib(options.plot)
+        check_writable(options.plot, "plot")
     conversations = read_conversations(options)
     path = options.output or resolve_drafter(options.draft) / CALIBRATION_FILE
     check_output(path)
     models = load_models(
         options.model, options.draft, dtype=options.dtype, device=options.device, layout=options.draft_layout
     )
+    weights = None if models.drafter_path is None else weights_digest(models.drafter_path)
     speculative, signals = what_it_drafts(options, models)
     fits = []
     for temperature in options.temperature:
@@ -86,7 +90,9 @@ def run(options: CalibrateOptions, say: Callable[[str], None]) -> CalibrateResul
             fits.append(fit(trace, temperature))
             say(summary(fits[-1]))
     conditions = conditions_of(options, models, speculative)
-    kept = save(calibration_of(fits, conditions), path)
+    kept = save(calibration_of(fits, conditions, weights), path)
+    if old := Calibration.load(path).of_other_weights(weights):
+        say(f"of other weights of the drafter, to be calibrated again: {', '.join(map(' '.join, old))}")
     if options.plot is not None:
         reliability_plot(options.plot, [one.panel for one in fits])
     report = report_of(options, models, conditions, path, kept, fits)
@@ -95,17 +101,7 @@ def run(options: CalibrateOptions, say: Callable[[str], None]) -> CalibrateResul
 
 def check_output(path: Path) -> None:
     """Before minutes are spent: the file can be written, and what is in it already can be read."""
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(f"{path} is a folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"output {path} cannot be written: {error}; name another file with --output, which an engine takes as "
-            "`calibration`"
-        ) from error
+    check_writable(path, "output", hint=", which an engine takes as `calibration`")
     if path.exists():
         Calibration.load(path)
 
@@ -135,6 +131,7 @@ def what_it_drafts(options: CalibrateOptions, models: Models) -> tuple[Speculati
 def fit(trace: DraftTrace, temperature: float) -> Fit:
     """Temperatures from half of the requests, judged on the other half, then fitted on all."""
     held_out = half_of(len(trace.completions))[trace.request_np]
+    _check_enough(trace, held_out)
     scale_np = _scale_of(trace.rows(~held_out))
     foretold = foretell(trace, scale_np)
     survival = {**foretold.survival_np, "lagged_without_file": replay(trace).lagged_np}
@@ -159,6 +156,15 @@ def fit(trace: DraftTrace, temperature: float) -> Fit:
     )
 
 
+def _check_enough(trace: DraftTrace, held_out: Bools) -> None:
+    of_half = [int(trace.known_np[half, 0].sum()) for half in (~held_out, held_out)]
+    if min(of_half) < LEAST_STEPS:
+        raise ConfigError(
+            f"prompts: their answers took {of_half[0]} steps with drafts in the half that is fitted on and {of_half[1]} in "
+            f"the other, and {LEAST_STEPS} are the least of each; give more prompts, or raise max_tokens"
+        )
+
+
 def half_of(num_requests: int) -> Bools:
     """[requests] True for half of them. Drawn, for files often have their kinds of prompts in a regular order."""
     order = np.random.default_rng(0).permutation(num_requests)
@@ -177,11 +183,12 @@ def _scale_of(trace: DraftTrace) -> Floats:
 # ------------------------------------------------------------------------------------------------------- what comes out
 
 
-def calibration_of(fits: Sequence[Fit], conditions: Mapping[str, Any]) -> Calibration:
+def calibration_of(fits: Sequence[Fit], conditions: Mapping[str, Any], weights: str | None) -> Calibration:
     """The file: temperatures, and for its readers where they come from and what they brought."""
     return Calibration(
         temperatures={one.key: one.temperatures for one in fits},
         about={one.key: {**_brought(one), **_in_short(conditions)} for one in fits},
+        weights={one.key: weights for one in fits} if weights is not None else {},
     )
 
 
@@ -209,9 +216,14 @@ def _in_short(conditions: Mapping[str, Any]) -> dict[str, Any]:
 def save(fitted: Calibration, path: Path) -> tuple[tuple[str, str], ...]:
     """Write what was fitted over the same entries of the file; the other ones stay, and are returned."""
     before = Calibration.load(path) if path.exists() else Calibration(temperatures={})
-    both = {name: getattr(before, name) | getattr(fitted, name) for name in ("temperatures", "about")}
-    Calibration(**both).save(path)
-    return tuple(key for key in before.temperatures if key not in fitted.temperatures)
+    kept = tuple(key for key in before.temperatures if key not in fitted.temperatures)
+
+    Calibration(
+        temperatures={key: before.temperatures[key] for key in kept} | fitted.temperatures,
+        about={key: before.about[key] for key in kept if key in before.about} | fitted.about,
+        weights={key: before.weights[key] for key in kept if key in before.weights} | fitted.weights,
+    ).save(path)
+    return kept
 
 
 def conditions_of(options: CalibrateOptions, models: Models, speculative: SpeculativeConfig) -> dict[str, Any]:

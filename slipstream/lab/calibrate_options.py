@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.config import NGRAM, SIGNALS, SamplingParams, Signal, SpeculativeConfig
+from slipstream.config import NGRAM, SIGNALS, EngineConfig, SamplingParams, Signal, SpeculativeConfig
 from slipstream.errors import ConfigError
 
 
@@ -49,6 +49,7 @@ class CalibrateOptions:
         for temperature in self.temperature:
             self.params(temperature)  # refuses wrong values
         self.speculative()
+        EngineConfig(dtype=self.dtype, device=self.device)
 
     def params(self, temperature: float) -> SamplingParams:
         return SamplingParams(temperature=temperature, top_p=self.top_p, max_tokens=self.max_tokens)

@@ -7,6 +7,7 @@ Called by `slipstream evaluate`; the figures are made by `scores`.
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,10 @@ from slipstream.lab.traces import DraftTrace, collect_trace, foretell
 from slipstream.lab.waves import Wave
 from slipstream.llm import LLM, Completion
 from slipstream.load import Models
+from slipstream.models.headers import weights_digest
 from slipstream.prompts import Messages, read_prompts, user
+
+log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
@@ -54,6 +58,7 @@ def run(options: EvaluateOptions, say: Say) -> dict[str, Any]:
     """The report that `--json` prints; `say` gets one line per thing done."""
     groups = groups_of(options)
     models = load(options.model, options.draft, options.engine, options.speculative)
+    check(options, models, groups)
     traced = {drafter: trace(options, models, drafter, groups, say) for drafter in options.drafters}
     waves = time_groups(options, models, groups, say)
     cells = {
@@ -69,6 +74,21 @@ def run(options: EvaluateOptions, say: Say) -> dict[str, Any]:
         "conditions": conditions(options, models),
         "rows": rows_of(options, groups, cells, {name: found.num_drafts for name, found in traced.items()}),
     }
+
+
+def check(options: EvaluateOptions, models: Models, groups: Sequence[Group]) -> None:
+    """What would only come out when everything is traced: a bad calibration file, more drafts than a drafter makes."""
+    for drafter in options.drafters:
+        sized = {**_sizes(options, models, groups), "max_num_seqs": 1}
+        LLM(models, speculative=options.config_of(drafter), **sized)
+    path = calibration_file(options, models, options.draft)
+    if path is not None:
+        weights = None if models.drafter_path is None else weights_digest(models.drafter_path)
+        if old := Calibration.load(path).of_other_weights(weights):
+            names = ", ".join(map(" ".join, old))
+            log.warning(
+                "calibration %s: %s of other weights of the drafter; run slipstream calibrate again", path, names
+            )
 
 
 def groups_of(options: EvaluateOptions) -> list[Group]:

@@ -8,6 +8,7 @@ by `drafters`, `inspect` and `export`, and by the trainer, which builds a Drafte
 """
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -230,7 +231,7 @@ def spec_from_config(config: Mapping[str, Any], layout: str | None = None) -> Dr
         num_heads=num_heads,
         num_kv_heads=body.count("num_key_value_heads", minimum=1, default=num_heads),
         head_dim=body.count("head_dim", minimum=2, default=hidden_size // num_heads),
-        rms_norm_eps=body.number("rms_norm_eps", default=1e-6),
+        rms_norm_eps=body.above_zero("rms_norm_eps", default=1e-6),
         rope=_rope(body, set(layer_types)),
         max_position_embeddings=body.count("max_position_embeddings", minimum=1, default=32768),
         attention_bias=body.flag("attention_bias", default=False),
@@ -273,8 +274,14 @@ class _Fields:
 
     def number(self, key: str, default: float) -> float:
         value = self.value(key, default)
-        need(type(value) in (int, float), f"{key} is {value!r}; it must be a number")
+        ok = type(value) in (int, float) and abs(value) <= sys.float_info.max
+        need(ok, f"{key} is {value!r}; it must be a finite number")
         return float(value)
+
+    def above_zero(self, key: str, default: float) -> float:
+        value = self.number(key, default)
+        need(value > 0, f"{key} is {self.value(key)!r}; it must be above 0")
+        return value
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.value(key, default)
@@ -326,7 +333,7 @@ def _mask_token_id(get: _Fields) -> int:
 def _rope(body: _Fields, layer_types: set[str]) -> RopeSpec:
     """RopeSpec reads the keys; that their values are of a sensible kind is checked here."""
     for key in ("rope_theta", "partial_rotary_factor"):
-        need(body.number(key, default=1.0) > 0, f"{key} is {body.value(key)!r}; it must be above 0")
+        body.above_zero(key, default=1.0)
     values = {**body.values, "max_position_embeddings": body.value("max_position_embeddings", 32768)}
     by_type = body.value("rope_parameters")
     if isinstance(by_type, dict) and by_type.keys() <= {FULL, SLIDING} and len(layer_types & by_type.keys()) == 1:

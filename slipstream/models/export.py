@@ -6,7 +6,6 @@ cannot be said in a dialect, or would draft otherwise there, is refused by name.
 """
 
 import dataclasses
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,13 +16,14 @@ import torch
 from torch import Tensor
 
 from slipstream.config import CALIBRATION_FILE
+from slipstream.decide.survival import Calibration
 from slipstream.errors import ConfigError
 from slipstream.models.checkpoint import DrafterSpec, check_fit, read_checkpoint
 from slipstream.models.dialect_configs import deepspec_config, speculators_config, z_lab_config
 from slipstream.models.dialects import architecture, need
 from slipstream.models.drafters import draft_token_ids, same_table, tensor_reader
 from slipstream.models.gguf import GGUFFile, hf_name
-from slipstream.models.headers import read_headers, read_json
+from slipstream.models.headers import read_headers, read_json, weights_digest
 from slipstream.models.spec import DecoderSpec
 from slipstream.models.weights import bare_name, read_spec
 from slipstream.models.write import write_folder
@@ -87,15 +87,28 @@ def export_drafter(
         check_fit(spec, target.spec)
         spec = dataclasses.replace(spec, num_target_layers=target.spec.num_layers)
     config = DIALECTS[dialect].config(spec, target)  # refuses before a weight is read
+    calibration = _calibration(source)
     with ExitStack() as stack:
         read = tensor_reader(stack, headers)
         weights = {name: read(name) for name in headers}
         weights = DIALECTS[dialect].weights(spec, weights, target)
         config["torch_dtype"] = str(weights["fc.weight"].dtype).removeprefix("torch.")
         write_folder(out, {name: weight.contiguous() for name, weight in weights.items()}, config)
-    if (source / CALIBRATION_FILE).is_file():  # of the confidences, which are the same; only Slipstream reads it
-        shutil.copyfile(source / CALIBRATION_FILE, out / CALIBRATION_FILE)
+    if calibration is not None:
+        _for_weights(calibration, weights_digest(source), weights_digest(out)).save(out / CALIBRATION_FILE)
     return _read_back(out, spec)
+
+
+def _calibration(source: Path) -> Calibration | None:
+    """It is of the confidences, which stay the same. Only Slipstream reads it."""
+    path = source / CALIBRATION_FILE
+    return Calibration.load(path) if path.is_file() else None
+
+
+def _for_weights(calibration: Calibration, before: str, after: str) -> Calibration:
+    """The same weights have another digest in another form; what was measured on yet others stays as it is."""
+    moved = {key: after if measured == before else measured for key, measured in calibration.weights.items()}
+    return dataclasses.replace(calibration, weights=moved)
 
 
 # --- dialects ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from slipstream.cli import main
 from slipstream.config import SamplingParams, SpeculativeConfig
@@ -18,6 +19,7 @@ from slipstream.lab.scaling import fit_temperatures
 from slipstream.lab.traces import collect_trace
 from slipstream.llm import LLM
 from slipstream.load import load_models
+from slipstream.models.headers import weights_digest
 from slipstream.prompts import user
 
 S = 5  # drafts of the tiny drafter
@@ -155,6 +157,44 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_measured(run, pa
     assert (tmp_path / "file").read_text() == "{}"
 
 
+def test_a_file_that_stays_when_the_weights_change_is_warned_of(run, pair, caplog):
+    """The engine takes the file, and says so; what a later run does not fit keeps the digest of its own weights."""
+    flags, drafter = pair
+    few = (*flags, "--signals", "head", "--limit", 8)
+    assert run(*few)[0] == 0
+    speculative = SpeculativeConfig.for_mode("lag", draft_model=str(drafter), cost_model="none")
+
+    def note():
+        llm = LLM(str(flags[1]), speculative=speculative, dtype="float32", max_model_len=64, max_num_seqs=1)
+        return next(reason for field, _, reason in llm.notes if field == "calibration")
+
+    assert note() == "as found"
+    assert not caplog.records
+
+    tensors = load_file(drafter / "model.safetensors")
+    tensors["fc.weight"][0, 0] += 1
+    save_file(tensors, drafter / "model.safetensors")
+    assert "run slipstream calibrate again" in note()
+    assert "made for other weights" in caplog.text
+    code, _, err = run(*few, "--temperature", "0")
+    assert code == 0
+    assert "to be calibrated again: head sampled" in err
+    table = Calibration.load(drafter / "calibration.json")
+    assert table.of_other_weights(weights_digest(drafter)) == [("head", "sampled")]
+    assert run(*few, "--temperature", "1")[0] == 0
+    assert note() == "as found"
+
+
+def test_next_to_nothing_measured_writes_nothing(run, pair):
+    """Answers of one token have no steps, of four too few; the message names both ways to get more."""
+    flags, drafter = pair
+    for most in (1, 2, 4):
+        code, out, err = run(*flags, "--max-tokens", most)
+        assert (code, out) == (2, "")
+        assert "give more prompts, or raise max_tokens" in err
+        assert not (drafter / "calibration.json").exists()
+
+
 def test_the_drafter_is_read_as_asked(run, pair, tmp_path):
     """Rows read the other way say other things of their drafts."""
     flags, _ = pair
@@ -181,6 +221,8 @@ def test_the_drafter_is_read_as_asked(run, pair, tmp_path):
         (["--draft", "ngram"], "output: ngram"),
         (["--draft", "ngram", "--output", "x.json", "--signals", "peak"], "ngram"),
         (["--plot", "picture.doc"], "plot picture.doc"),
+        (["--plot", "/proc/x/y.png"], "plot /proc/x/y.png cannot be written"),
+        (["--dtype", "int8"], "dtype is 'int8'"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )

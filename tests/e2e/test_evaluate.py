@@ -11,6 +11,7 @@ import pytest
 from slipstream.cli import main
 from slipstream.config import SamplingParams, SpeculativeConfig
 from slipstream.decide.survival import Calibration
+from slipstream.errors import ConfigError
 from slipstream.lab import evaluate, measure
 from slipstream.lab.evaluate_options import EvaluateOptions
 from slipstream.llm import LLM
@@ -128,6 +129,21 @@ def test_the_calibration_file_is_that_of_the_drafter(options: Callable[..., Eval
     assert before["all", 0.0, "ngram"] == after["all", 0.0, "ngram"]
 
 
+def test_what_cannot_go_well_is_refused_before_anything_is_traced(
+    options: Callable[..., EvaluateOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bad calibration file, one that is not there, and more drafts than the drafter makes (n-gram makes up to 16)."""
+    monkeypatch.setattr(evaluate, "collect_trace", None)
+    (tmp_path / "bad.json").write_text("{}")
+    for fields, says in (
+        ({"speculative": {"calibration": str(tmp_path / "bad.json")}}, "version must be 1"),
+        ({"speculative": {"calibration": str(tmp_path / "none.json")}}, "none.json"),
+        ({"num_speculative_tokens": 12}, "num_speculative_tokens is 12, the drafter drafts at most"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            evaluate.run(options(**fields), lambda line: None)
+
+
 def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as ended:
         main(["evaluate", *(str(argument) for argument in arguments)])
@@ -169,6 +185,8 @@ def test_the_command_prints_tables_and_one_object(
         (["--prompts", "absent.jsonl"], ["absent.jsonl"]),
         (["--limit", "0"], ["limit is 0"]),
         (["--dtype", "int8"], ["dtype is 'int8'"]),
+        (["--output", "/proc"], ["output /proc cannot be written", "is a folder"]),
+        (["--output", "/proc/x/y"], ["output /proc/x/y cannot be written"]),
     ],
 )
 def test_misuse_is_named(capsys: pytest.CaptureFixture[str], flags: list[str], says: list[str]) -> None:

@@ -15,10 +15,12 @@ from safetensors.torch import load_file
 
 from slipstream import LLM, SamplingParams, SpeculativeConfig
 from slipstream.cli import main
+from slipstream.decide.survival import Calibration
 from slipstream.errors import ConfigError
 from slipstream.load import load_models
 from slipstream.models.drafters import BlockDrafter, load_drafter, save_drafter
 from slipstream.models.export import ExportTarget, export_drafter
+from slipstream.models.headers import weights_digest
 from slipstream.models.locate import TARGETS, built_in_drafters, resolve_target
 from slipstream.models.probe import LayoutAgreement
 from slipstream.models.tokenizer import Tokenizer
@@ -138,9 +140,15 @@ def test_an_exported_drafter_serves_as_before(
     """Same drafts, so the same steps with the same counts; `inspect` names the dialect without the target."""
     target = tiny_folders[0]
     out = tmp_path / dialect
-    flags = ("--dialect", dialect, "--model", target, "--target-name", "someone/tiny")
-    code, text, error = run("export", drafter, out, *flags, "--json")
+    flags = ("--dialect", dialect, "--model", target)
+    name = ("--target-name", "someone/tiny") if dialect == "speculators" else ()
+    mine, other = ("head", "greedy"), ("peak", "greedy")
+    digests = {mine: weights_digest(drafter), other: "of yet other weights"}
+    Calibration(temperatures={mine: (2.0,), other: (3.0,)}, weights=digests).save(drafter / "calibration.json")
+    code, text, error = run("export", drafter, out, *flags, *name, "--json")
     assert code == 0, error
+    copy = Calibration.load(out / "calibration.json")
+    assert copy.of_other_weights(weights_digest(out)) == [other], "the same weights in another form"
     assert ("someone/tiny" in (out / "config.json").read_text()) == (dialect == "speculators")
     assert json.loads(text.splitlines()[-1])["dialect"] == dialect
     code, text, error = run("inspect", out, "--json")
@@ -162,8 +170,13 @@ def test_mistakes_at_the_command_line(run: Run, tiny_folders: tuple[Path, Path],
         (["--dialect", "eagle"], 2, "dialect is 'eagle'"),
         (["--dialect", "deepspec"], 2, "--model"),
         (["--dialect", "deepspec", "--target-name", "a/b"], 2, "target_name: no effect without model"),
+        (
+            ["--dialect", "deepspec", "--model", target, "--target-name", "a/b"],
+            2,
+            "target_name: no effect in the dialect",
+        ),
         (["--dialect", "z-lab", "--model", target], 1, "Markov or confidence head cannot be said"),
-        (["--dialect", "deepspec", "--model", target, "--draft-layout", "sideways"], 1, "layout 'sideways' is unknown"),
+        (["--dialect", "deepspec", "--model", target, "--draft-layout", "sideways"], 2, "draft_layout is 'sideways'"),
         (
             ["--dialect", "deepspec", "--model", target, "--draft-layout", "fill_in"],
             1,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from slipstream.errors import CheckpointError
+from slipstream.models import headers
 from slipstream.models.checkpoint import (
     DrafterSpec,
     canonical_name,
@@ -234,6 +235,10 @@ def test_a_flipped_flag_in_a_written_file_is_noticed(dspark_spec: Callable[..., 
         (Z_LAB | {"dflash_config": TAPS | {"fusion_mode": "gate"}}, "fusion_mode is not supported.*DFlare"),
         (Z_LAB | {"dflash_config": TAPS | {"projector_type": "domino"}}, "projector_type 'domino' is not supported"),
         (QWEN3_8B | {"dspark_block_size": 5, "architectures": ["DeepseekV4"]}, "dspark_block_size.*DeepSeek-V4"),
+        (DEEPSPEC | {"rms_norm_eps": -1}, "rms_norm_eps is -1; it must be above 0"),
+        (SPECULATORS | {"transformer_layer_config": {"rms_norm_eps": 0.0}}, "rms_norm_eps is 0.0; it must be above 0"),
+        (Z_LAB | {"rms_norm_eps": 10**400}, "rms_norm_eps is 1000.*must be a finite number"),
+        (Z_LAB | {"rope_theta": math.inf}, "rope_theta is inf; it must be a finite number"),
         (DEEPSPEC | {"quantization_config": {"quant_method": "nvfp4"}}, "quantization_config.*quantised"),
         (Z_LAB | {"dflash_config": TAPS | {"final_logit_softcapping": 30.0}}, "final_logit_softcapping"),
         (Z_LAB | {"dflash_config": TAPS | {"attention_sink_bias": True}}, "attention_sink_bias.*attention sinks"),
@@ -438,6 +443,33 @@ def test_an_index_stays_inside_its_folder(tmp_path: Path, name: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(CheckpointError, match=r"must be a \.safetensors file of the same folder"):
         read_headers(folder)
+
+
+def test_a_digest_of_the_weights_changes_with_them_and_reads_a_bounded_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small file is read whole; of a large one slices from the first byte to the last, its size in any case."""
+    path = tmp_path / "model.safetensors"
+    whole = bytes(range(100))
+
+    def digest(data: bytes) -> str:
+        path.write_bytes(data)
+        return headers.weights_digest(tmp_path)
+
+    def with_changed(place: int) -> str:
+        return digest(whole[:place] + b"!" + whole[place + 1 :])
+
+    for num_slices, size, seen in (
+        (10, 10, range(100)),
+        (25, 7, range(100)),
+        (3, 8, [*range(8), *range(46, 54), *range(92, 100)]),
+    ):
+        monkeypatch.setattr(headers, "NUM_SLICES", num_slices)
+        monkeypatch.setattr(headers, "SLICE_BYTES", size)
+        assert digest(whole) == digest(whole)
+        assert [place for place in range(100) if with_changed(place) != digest(whole)] == [p for p in seen if p != 33]
+        assert digest(whole + whole) != digest(whole)
+        assert digest(b"") != digest(b"\0")
 
 
 def test_a_shard_that_is_missing_and_a_tensor_in_two_shards(tmp_path: Path) -> None:

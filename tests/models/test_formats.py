@@ -176,7 +176,7 @@ def test_a_speculators_folder_counts_hidden_states_and_keeps_rows_of_the_head(
     drafter_spec: Make, target: Decoder, target_folder: Path, tmp_path: Path
 ) -> None:
     save(tmp_path / "mine", drafter_spec(**DSPARK, draft_vocab_size=10), target)
-    (tmp_path / "mine" / "calibration.json").write_text("{}")
+    (tmp_path / "mine" / "calibration.json").write_text('{"version": 1, "signals": {}}')
     export_drafter(tmp_path / "mine", tmp_path / "out", "speculators", ExportTarget.at(target_folder, "someone/target"))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["aux_hidden_state_layer_ids"] == [1, 3]

@@ -25,6 +25,7 @@ RANKS: dict[str, float] = {
     "slipstream.files": 0.2,
     "slipstream.ops": 1,
     "slipstream.models": 2,
+    "slipstream.models.export": 2.1,  # a calibration goes along
     "slipstream.cache": 2,
     "slipstream.decide": 2,
     "slipstream.device": 3,

@@ -333,6 +333,17 @@ def test_calibration_file(tmp_path):
     assert not loaded.covers("drawn")
 
 
+def test_a_calibration_knows_which_weights_it_is_of(tmp_path):
+    """By entry; one without a digest, as older files have them, fits any weights."""
+    path = tmp_path / "calibration.json"
+    ones = {("head", "greedy"): (1.0,), ("head", "sampled"): (1.0,), ("peak", "greedy"): (1.0,)}
+    Calibration(temperatures=ones, weights={("head", "greedy"): "a", ("head", "sampled"): "b"}).save(path)
+    loaded = Calibration.load(path)
+    assert loaded.about == {}
+    assert loaded.of_other_weights("a") == [("head", "sampled")]
+    assert loaded.of_other_weights(None) == []
+
+
 GOOD = {"temperatures": [1.0, 0.9], "num_samples": 10, "ece_before": 0.05}
 
 
@@ -350,6 +361,7 @@ GOOD = {"temperatures": [1.0, 0.9], "num_samples": 10, "ece_before": 0.05}
         ({"version": 1, "signals": {"head": {"greedy": {"temperatures": [1, 0]}}}}, r"temperatures\[1\]"),
         ({"version": 1, "signals": {"head": {"greedy": {"temperatures": [float("nan")]}}}}, r"temperatures\[0\]"),
         ({"version": 1, "signals": {"head": {"greedy": {"temperatures": [10**400]}}}}, r"temperatures\[0\]"),
+        ({"version": 1, "signals": {"head": {"greedy": {**GOOD, "weights": 5}}}}, r"greedy\.weights"),
     ],
 )
 def test_a_malformed_calibration_names_the_field(tmp_path, data, message):
