@@ -119,6 +119,9 @@ def choose_device(asked: str, notes: list[Note]) -> torch.device:
     return device
 
 
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
 def _dtype(asked: str, device: torch.device, notes: list[Note]) -> torch.dtype:
     if asked != "auto":
         if asked not in _DTYPES:

@@ -7,6 +7,7 @@ import typer
 
 from slipstream.commands import flags
 from slipstream.commands.shared import print_json, screen
+from slipstream.errors import ConfigError
 from slipstream.options import DEFAULT_MODEL, build, field_names, merge
 
 
@@ -37,6 +38,8 @@ def train(
 
     given = {name: value for name, value in locals().items() if name in {*field_names(TrainOptions), "preset"}}
     values = merge(given, config, {"model": DEFAULT_MODEL})
+    if not values.get("out"):
+        raise ConfigError("out: name the folder of the run, with --out")
     options = build(TrainOptions, with_preset(values), "train")
     from slipstream.train.run import train as run
 

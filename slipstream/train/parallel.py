@@ -15,9 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import ProcessRaisedException, spawn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
-from slipstream.errors import EngineError
+from slipstream import errors
+from slipstream.errors import EngineError, SlipstreamError
+from slipstream.files import replace_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,26 +67,53 @@ ALONE = Ranks()
 
 
 def launch(count: int, on_gpu: bool, work: Callable[..., None], *arguments: Any) -> None:
-    """Run `work(*arguments, ranks)` in `count` processes and wait; `work` is a module's function."""
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = (Path(folder) / "ranks").as_uri()
+    """Run `work(*arguments, ranks)` in `count` processes and wait; `work` is a module's function.
+
+    A SlipstreamError of one of them is raised here as it was there. No process outlives this call.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        context = spawn(_process, args=(count, on_gpu, folder, work, arguments), nprocs=count, join=False)  # type: ignore[no-untyped-call]
         try:
-            spawn(_process, args=(count, on_gpu, meeting, work, arguments), nprocs=count)  # type: ignore[no-untyped-call]
-        except ProcessRaisedException as error:
-            reason = str(error).rstrip().splitlines()[-1]
-            raise EngineError(f"one of {count} training processes failed: {reason}") from error
+            while not context.join():
+                pass
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            raise _reported(folder) or _unforeseen(count, error) from error
+        finally:  # an interrupt reaches this process alone, and the others would be waited for at its end
+            for process in context.processes:
+                process.kill()
+
+
+def _reported(folder: Path) -> SlipstreamError | None:
+    """The error on purpose that a process left in the folder; those it took along only know that it is gone."""
+    for path in sorted(folder.glob("error-*")):
+        kind, _, message = path.read_text(encoding="utf-8").partition(" ")
+        made: SlipstreamError = getattr(errors, kind)(message)
+        return made
+    return None
+
+
+def _unforeseen(count: int, error: Exception) -> EngineError:
+    reason = str(error).rstrip().splitlines()[-1]
+    hint = "; was it out of memory? lower recipe.batch_rows" if "SIGKILL" in reason else ""
+    return EngineError(f"one of {count} training processes failed: {reason}{hint}")
 
 
 def _process(
-    rank: int, count: int, on_gpu: bool, meeting: str, work: Callable[..., None], arguments: tuple[Any, ...]
+    rank: int, count: int, on_gpu: bool, folder: Path, work: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
     if on_gpu:
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=count)
+    dist.init_process_group(backend, init_method=(folder / "ranks").as_uri(), rank=rank, world_size=count)
     try:
         work(*arguments, Ranks(rank, count))
+    except SlipstreamError as error:
+        replace_text(folder / f"error-{rank}", f"{type(error).__name__} {error}")
+        raise
+    except KeyboardInterrupt as error:  # torch would take this for a good end, and the others would wait for ever
+        raise EngineError("it was interrupted") from error
     finally:
         dist.destroy_process_group()
