@@ -43,7 +43,10 @@ COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (profile, "profile --draft smollm2-135m-dspark --budget 30"),
     (evaluate, "evaluate --draft smollm2-135m-dspark --limit 4 --temperature 0"),
     (inspect, "inspect smollm2-135m-dspark --json"),
-    (export, "export smollm2-135m-dspark out --dialect speculators --model smollm2-135m"),
+    (
+        export,
+        "export smollm2-135m-dspark out --dialect speculators --model smollm2-135m --target-name HuggingFaceTB/SmolLM2-135M-Instruct",
+    ),
     (calibrate, "calibrate --draft runs/dspark/drafter --temperature 0,1 --plot reliability.png"),
     (train, "train --out runs/dspark --steps 2000 --prompts questions.jsonl"),
 )

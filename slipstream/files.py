@@ -17,9 +17,17 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
+        temporary.chmod(0o666 & ~_umask())  # safetensors writes files that their owner alone may read
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    """Of this process; it can only be read by setting it."""
+    umask = os.umask(0o022)
+    os.umask(umask)
+    return umask
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -133,6 +133,9 @@ def _generate(options: TrainOptions, target: Decoder, tokenizer: Any, console: C
         seed=seed,
     )
     prompts = [prompt for file in options.prompts for prompt in read_prompts(file)]
+    console.print(
+        f"answering until there are {options.answer_tokens // ranks.count:,} tokens, {generator.num_slots} answers at a time"
+    )
     with progress_bar(console) as progress:
         task = progress.add_task("answers, slot steps", total=None)
         answers = generate_answers(

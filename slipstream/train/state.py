@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.files import replace_text
+from slipstream.files import replace, replace_text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +31,8 @@ class RunState:
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         name = f"step-{self.step:07d}.safetensors"
-        save_file({key: tensor.contiguous().cpu() for key, tensor in self.tensors.items()}, folder / name)
+        tensors = {key: tensor.contiguous().cpu() for key, tensor in self.tensors.items()}
+        replace(folder / name, lambda temporary: save_file(tensors, temporary))
         state = {
             "step": self.step, "seconds": self.seconds, "tensors": name, "answers": self.answers,
             "options": dict(self.options),

@@ -348,6 +348,9 @@ class Trainer:
         """Train to the end, with logs, validations and checkpoints; then write the drafter."""
         if self.options.resume:
             self.load_checkpoint()
+            if self.progress >= 1.0:
+                self.console.print(f"this run is done: its drafter is {self.options.out / 'drafter'}")
+                return
         if self.ranks.leads:
             self.log.begin(self.step)
         self.console.print(

@@ -566,9 +566,16 @@ def test_old_logs_are_no_part_of_a_new_run(target: Decoder, answers: AnswerSet, 
     assert [row["step"] for row in read_csv(tmp_path / "log.csv")] == ["20", "40"]
     Trainer(options(tmp_path, steps=20), target, answers, quiet()).run()
     assert [row["step"] for row in read_csv(tmp_path / "log.csv")] == ["20"]
-    RunLog(tmp_path, quiet()).losses(60, 1.0, {"loss": 1.0}, [0.5])  # as if cut after its last checkpoint
+    cut = Trainer(options(tmp_path, steps=20), target, answers, quiet())
+    for _ in range(10):
+        cut.train_step()
+    cut.save_checkpoint()
+    RunLog(tmp_path, quiet()).losses(15, 1.0, {"loss": 1.0}, [0.5])  # logged, and lost with the cut
     Trainer(options(tmp_path, steps=20, resume=True), target, answers, quiet()).run()
     assert [row["step"] for row in read_csv(tmp_path / "log.csv")] == ["20"]
+    whole = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    Trainer(options(tmp_path, steps=20, resume=True), target, answers, quiet()).run()
+    assert whole == {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}, "it was done"
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:

@@ -11,11 +11,15 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from slipstream.config import MODES, SamplingParams
 from slipstream.decide.cost import CostModel
 from slipstream.draft.base import Drafter
+from slipstream.lab import machine
 from slipstream.load import Models, load_models
+from slipstream.models.headers import weights_digest
+from slipstream.models.locate import built_in_drafters
 from slipstream.testing import TableDrafter, next_token_table
 from tests.lossless.harness import NearTies, Run, judge, run, scripted_cost
 
@@ -29,6 +33,7 @@ OPENINGS = [
 ]  # fmt: skip
 DRAFTERS = {"smollm2-135m-dspark": 16, "smollm2-135m-dflash": 7, "table": 16}
 SIZES = ("one", "seven", "most")
+MAX_TOKENS = 16
 QUICK = {("lag", "smollm2-135m-dspark", "seven", 8, 0.0), ("lag-budget", "smollm2-135m-dflash", "seven", 8, 1.0)}
 CASES = [
     pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow, pytest.mark.timeout(600)])
@@ -57,7 +62,10 @@ def prompts() -> list[list[int]]:
 
 def params_for(temperature: float) -> list[SamplingParams]:
     top_p = 0.9 if temperature else 1.0
-    return [SamplingParams(temperature=temperature, top_p=top_p, seed=i, max_tokens=8) for i in range(len(OPENINGS))]
+    return [
+        SamplingParams(temperature=temperature, top_p=top_p, seed=i, max_tokens=MAX_TOKENS)
+        for i in range(len(OPENINGS))
+    ]
 
 
 def single_draft_cost(name: str, concurrency: int) -> CostModel:
@@ -86,14 +94,17 @@ def outcomes() -> Iterator[dict[str, str]]:
     if len(found) >= len(CASES) - len(QUICK):
         path = Path("runs/identity-smollm2.json")
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        weights = {name: weights_digest(folder) for name, folder in built_in_drafters().items()}
+        facts = {
+            "git": machine.git_commit(), "versions": machine.versions(), "threads": torch.get_num_threads(),
+            "dtype": "float32", "prompts": len(OPENINGS), "max_tokens": MAX_TOKENS, "weights": weights,
+        }  # fmt: skip
+        path.write_text(json.dumps(facts | {"outcomes": found}, indent=1) + "\n", encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)
 def _all_cores() -> Iterator[None]:
     """One thread is right for tiny models; these products are large enough for two."""
-    import torch
-
     before = torch.get_num_threads()
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     yield
