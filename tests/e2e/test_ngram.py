@@ -312,6 +312,7 @@ def test_it_is_loaded_from_nowhere(tiny_folders, monkeypatch, tmp_path):
 def test_what_lies_beside_a_network_is_not_for_other_drafters(tmp_path):
     """Neither its calibration nor its cost profile: for look-up by name, or for a drafter of the caller's own."""
     (tmp_path / "calibration.json").write_text("not JSON")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")  # only hashed here
     whole = tiny_models("dspark", spec=tiny_spec(vocab_size=VOCAB))
     models = Models(whole.target, whole.tokenizer, whole.network, "tiny", "dspark", Path(tmp_path))
     config = SpeculativeConfig.for_mode("lag", draft_model="ngram", cost_model="none")
