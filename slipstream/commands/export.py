@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from slipstream.commands import flags
-from slipstream.commands.shared import print_json, screen
+from slipstream.commands.shared import layout_of, print_json, screen
 from slipstream.errors import ConfigError
 
 
@@ -32,10 +32,8 @@ def export(
         raise ConfigError("target_name: no effect without model; name the target's files with --model")
     if target_name is not None and dialect in ("z-lab", "deepspec"):
         raise ConfigError(f"target_name: no effect in the dialect {dialect}, which does not name its target; drop it")
-    if draft_layout not in (None, "auto", "fill_in", "anchor_first"):
-        raise ConfigError(f"draft_layout is {draft_layout!r}; choose one of auto, fill_in, anchor_first")
+    layout = layout_of(draft_layout)
     target = None if model is None else ExportTarget.at(resolve_target(model), target_name or model)
-    layout = None if draft_layout == "auto" else draft_layout
     export_drafter(resolve_drafter(draft), out, dialect, target, layout)
     report = {"path": str(out), **describe(out)}
     screen(as_json).print(

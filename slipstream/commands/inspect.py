@@ -6,7 +6,7 @@ import typer
 from rich.table import Table
 
 from slipstream.commands import flags
-from slipstream.commands.shared import print_json, screen
+from slipstream.commands.shared import layout_of, print_json, screen
 
 
 def inspect(
@@ -18,7 +18,7 @@ def inspect(
     from slipstream.models.inspect import describe
     from slipstream.models.locate import built_in_drafters, resolve_target
 
-    layout = None if draft_layout == "auto" else draft_layout
+    layout = layout_of(draft_layout)
     path = built_in_drafters().get(checkpoint) or resolve_target(checkpoint)
     report = {"path": str(path), **describe(path, layout)}
     table = Table(show_header=False, box=None)

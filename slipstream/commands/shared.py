@@ -96,3 +96,10 @@ def deliver(report: dict[str, Any], output: Path | None, as_json: bool) -> None:
         say(f"written to {output}")
     if as_json:
         print_json(report)
+
+
+def layout_of(draft_layout: str | None) -> str | None:
+    """What `--draft-layout` asks for; None: as the file says."""
+    if draft_layout not in (None, "auto", "fill_in", "anchor_first"):
+        raise ConfigError(f"draft_layout is {draft_layout!r}; choose one of auto, fill_in, anchor_first")
+    return None if draft_layout == "auto" else draft_layout

@@ -182,6 +182,7 @@ def test_inspect_says_what_a_checkpoint_is(run: Run, tiny_folders: tuple[Path, P
     assert drafter.json["layout_reason"]
     assert drafter.json["max_draft_tokens"] == 5
     assert "layout_reason" in run("inspect", tiny_folders[1]).out
+    refuses(run("inspect", tiny_folders[1], "--draft-layout", "sideways"), 2, "draft_layout is 'sideways'", "fill_in")
     other = run("inspect", tiny_folders[1], "--draft-layout", "fill_in", "--json")
     assert other.json["layout"] == "fill_in"
 
