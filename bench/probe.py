@@ -45,9 +45,7 @@ def main() -> None:
     target = next(iter(TARGETS))
     every = [load_models(target, name) for name in sorted(built_in_drafters())]
     report = {
-        "git": machine.git_commit(),
-        "versions": machine.versions(),
-        "device": machine.device_facts(every[0].device),
+        **machine.provenance(every[0].device),
         "conditions": {"target": target, "dtype": str(every[0].dtype).removeprefix("torch.")},
         "rows": [row for models in every for row in rows(models)],
     }

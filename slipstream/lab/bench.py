@@ -111,9 +111,7 @@ def make_report(
     options: BenchOptions, models: Models, found: Mapping[str, float], rows: list[dict[str, Any]]
 ) -> dict[str, Any]:
     return {
-        "git": machine.git_commit(),
-        "versions": machine.versions(),
-        "device": machine.device_facts(models.target.head_weight.device),
+        **machine.provenance(models.target.head_weight.device),
         "ceilings": dict(found),
         "model": options.model,
         "draft": options.draft,

@@ -244,9 +244,7 @@ def report_of(
     kept: Sequence[tuple[str, str]], fits: Sequence[Fit],
 ) -> dict[str, Any]:  # fmt: skip
     return {
-        "git": machine.git_commit(),
-        "versions": machine.versions(),
-        "device": machine.device_facts(models.device),
+        **machine.provenance(models.device),
         "model": options.model,
         "draft": options.draft,
         "conditions": dict(conditions),

@@ -66,9 +66,7 @@ def run(options: EvaluateOptions, say: Say) -> dict[str, Any]:
         for name in dict.fromkeys([*options.timed, *options.drafters])
     }
     return {
-        "git": machine.git_commit(),
-        "versions": machine.versions(),
-        "device": machine.device_facts(models.device),
+        **machine.provenance(models.device),
         "model": options.model,
         "draft": options.draft,
         "conditions": conditions(options, models),

@@ -9,6 +9,11 @@ from typing import Any
 import torch
 
 
+def provenance(device: torch.device) -> dict[str, Any]:
+    """What every report begins with: git, versions, device."""
+    return {"git": git_commit(), "versions": versions(), "device": device_facts(device)}
+
+
 def device_facts(device: torch.device) -> dict[str, Any]:
     """What the figures were measured on."""
     if device.type == "cuda":
