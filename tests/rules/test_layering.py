@@ -24,8 +24,10 @@ RANKS: dict[str, float] = {
     "slipstream.loops": 0.2,
     "slipstream.files": 0.2,
     "slipstream.ops": 1,
+    "slipstream.kernels": 1.1,  # of ops they take constants; only what runs on a GPU imports them, for they need triton
     "slipstream.models": 2,
     "slipstream.models.export": 2.1,  # a calibration goes along
+    "slipstream.cache.pages": 0.2,  # kernels know the null page and the scratch page
     "slipstream.cache": 2,
     "slipstream.decide": 2,
     "slipstream.device": 3,
