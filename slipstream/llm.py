@@ -19,7 +19,7 @@ from slipstream.build import build_engine
 from slipstream.commit import Delta
 from slipstream.config import EngineConfig, SamplingParams, SpeculativeConfig, from_mapping
 from slipstream.decide.policy import Policy
-from slipstream.device.events import Recorder
+from slipstream.device.events import EventPool, Recorder
 from slipstream.draft.base import Drafter
 from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.load import Models, Note, load_models
@@ -81,6 +81,7 @@ class LLM:
         self.engine = build_engine(model, self.speculative, self.config, self.notes, drafter, policy)
         self.engine.totals.mode = self.speculative.mode
         self._seeds = random.Random(self.config.seed)
+        self._events = EventPool() if model.device.type == "cuda" else None
         self._next_uid = 0
         for field, value, reason in self.notes:
             log.info("%s = %s (%s)", field, value, reason)
@@ -123,8 +124,8 @@ class LLM:
         return self._stream(self._request(given, params))  # type: ignore[arg-type]
 
     def record(self) -> Recorder:
-        """Switch on the recording of stage spans; see `slipstream.device.events`."""
-        self.engine.recorder = Recorder()
+        """Switch on the recording of stage spans; see `slipstream.device.events`. On a GPU it waits for the device."""
+        self.engine.recorder = Recorder(self._events)
         return self.engine.recorder
 
     def _stream(self, request: Request) -> Iterator[Chunk]:

@@ -1,7 +1,8 @@
 """What a decode step spends on deciding, and whether a device stood still meanwhile: from spans to five figures.
 
 Every mode goes through the same arithmetic: host and device spans lie on one clock, and whatever part of a host span
-overlaps no device span is on the critical path. Knows nothing of engines or tensors. Called by `bench --probe`.
+overlaps no device span is on the critical path. Knows nothing of engines or tensors. Called by `bench --probe`; what
+stages take on the device, and the host beside its waits, is for `bench/gpu.py`.
 """
 
 import bisect
@@ -9,6 +10,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # it stands beside code that needs torch
@@ -19,6 +21,7 @@ Interval = tuple[float, float]  # [start, end) in seconds
 DECIDE = frozenset({"decide"})
 BUILD = frozenset({"schedule"})  # making the plan; copying it down belongs to the device stage `load`
 BETWEEN = frozenset({"rank", "layout", "fill"})  # device work that belongs between draft and verify
+BESIDE = frozenset({"export", "export_confidence"})  # copies on a stream of their own: the compute stream goes on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +64,8 @@ def overlap(ours: Sequence[Interval], theirs: Sequence[Interval]) -> float:
 
 def critical_path(spans: "Sequence[Span]") -> CriticalPath:
     """Five figures from the spans of one run, steps that only prefill left out."""
-    device = union((s.start_s, s.end_s) for s in spans if s.kind == "device")
-    by_step: dict[int, list[Span]] = defaultdict(list)
-    for span in spans:
-        by_step[span.step].append(span)
-    steps = [step for step in by_step.values() if any(s.name == "verify" for s in step)]
-    drafting = [step for step in steps if any(s.name == "draft" for s in step)]
-    steps = drafting or steps  # without a drafter, every step counts
+    device = union((s.start_s, s.end_s) for s in spans if s.kind == "device" and s.name not in BESIDE)
+    steps, drafting = _decode_steps(spans)
     decide = [_exposed(step, DECIDE, device) for step in steps]
     build = [_exposed(step, BUILD, device) for step in steps]
     return CriticalPath(
@@ -77,6 +75,33 @@ def critical_path(spans: "Sequence[Span]") -> CriticalPath:
         gap_us=_median_us([_gap(step) for step in drafting]),
         device_busy=_busy(spans, device),
     )
+
+
+def stage_ms(spans: "Sequence[Span]", *names: str) -> float | None:
+    """Device time of these stages together, per decode step that has them all; the median."""
+    steps, _ = _decode_steps(spans)
+    found = [[s for s in step if s.kind == "device" and s.name in names] for step in steps]
+    whole = [length(union((s.start_s, s.end_s) for s in step)) for step in found if {s.name for s in step} == {*names}]
+    return 1e3 * statistics.median(whole) if whole else None
+
+
+def host_us(spans: "Sequence[Span]") -> float | None:
+    """Time between two starts of a decode step in which the host did not wait for the device; the median."""
+    steps, _ = _decode_steps(spans)
+    starts = [s.start_s for step in steps for s in step if s.kind == "host" and s.name in BUILD]
+    waits = union((s.start_s, s.end_s) for s in spans if s.kind == "wait")
+    turns = [[turn] for turn in pairwise(sorted(starts))]
+    return _median_us([length(turn) - overlap(turn, _window(waits, turn)) for turn in turns])
+
+
+def _decode_steps(spans: "Sequence[Span]") -> "tuple[list[list[Span]], list[list[Span]]]":
+    """(the spans of every decode step, those that drafted). Without a drafter, every step counts."""
+    by_step: dict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        by_step[span.step].append(span)
+    steps = [step for step in by_step.values() if any(s.name == "verify" for s in step)]
+    drafting = [step for step in steps if any(s.name == "draft" for s in step)]
+    return drafting or steps, drafting
 
 
 def _exposed(step: "Sequence[Span]", names: frozenset[str], device: Sequence[Interval]) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.device.events import Span
-from slipstream.lab.critical_path import critical_path, overlap, union
+from slipstream.lab.critical_path import critical_path, host_us, overlap, stage_ms, union
 
 
 def step(
@@ -61,3 +61,30 @@ def test_prefill_steps_and_empty_runs_do_not_count() -> None:
     assert critical_path(prefill + decode).build_us == pytest.approx(1000)
     assert critical_path([]).device_busy is None
     assert critical_path(prefill).gap_us is None
+
+
+def test_exports_run_beside_the_compute_stream() -> None:
+    spans = step(0, 0.0, decide=(1.0, 2.0))
+    with_export = [
+        *spans,
+        Span(0, "export_confidence", "device", 0.003, 0.0035),
+        Span(0, "export", "device", 0.014, 0.015),
+    ]
+    path, plain = critical_path(with_export), critical_path(spans)
+    assert path.gap_us == plain.gap_us
+    assert path.device_busy == pytest.approx(13.5 / 16)  # the run ends a millisecond later, the work does not
+
+
+def test_stages_are_timed_on_the_device() -> None:
+    spans = [s for n in range(3) for s in step(n, 20.0 * n, decide=(1.0, 2.0), draft=2.0 + n)]
+    assert stage_ms(spans, "verify") == pytest.approx(10)
+    assert stage_ms(spans, "draft") == pytest.approx(3)
+    assert stage_ms(spans, "layout", "fill", "verify") == pytest.approx(10.5)
+    assert stage_ms(spans, "verify", "rank") is None
+
+
+def test_the_host_works_where_it_does_not_wait() -> None:
+    spans = [s for n in range(4) for s in step(n, 20.0 * n, decide=(1.0, 2.0))]
+    waits = [Span(n, "collect", "wait", 0.02 * n + 0.004, 0.02 * n + 0.016) for n in range(4)]
+    assert host_us([*spans, *waits]) == pytest.approx(8000)
+    assert host_us(step(0, 0.0, decide=(1.0, 2.0))) is None
