@@ -104,14 +104,23 @@ def rows_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
 
 
 def ceiling_line(ceilings: Mapping[str, float]) -> str:
-    """What the weights allow, and what a step takes."""
-    parts = []
-    for rows, name in ((1, "1_row"), (8, "8_rows")):
-        alone, packed = ceilings[f"linear_ms_{name}"], ceilings[f"prepacked_ms_{name}"]
-        step = ceilings.get(f"step_ms_{name}")
-        whole = "" if step is None else f", step {step:.1f} ms (x {step / alone:.2f} and x {step / packed:.2f})"
-        parts.append(f"{rows} row{'s'[: rows - 1]}: linear layers {alone:.1f} ms, prepacked {packed:.1f} ms{whole}")
-    return "; ".join(parts)
+    """What the weights allow, and what a step takes where one was timed."""
+    rows = [int(name.split("_")[2]) for name in ceilings if name.startswith("linear_ms_")]
+    return "; ".join([_ceiling_at(ceilings, n) for n in rows] + [f"copy {ceilings['copy_gb_per_s']:.0f} GB/s"])
+
+
+def _ceiling_at(ceilings: Mapping[str, float], rows: int) -> str:
+    name = "1_row" if rows == 1 else f"{rows}_rows"
+    alone, packed, step = (ceilings.get(f"{kind}_ms_{name}") for kind in ("linear", "prepacked", "step"))
+    assert alone is not None
+    text = f"{name.replace('_', ' ')}: linear layers {_ms(alone)}"
+    text += "" if packed is None else f", prepacked {_ms(packed)}"
+    ratios = [f"x {step / floor:.2f}" for floor in (alone, packed) if step is not None and floor is not None]
+    return text if step is None else f"{text}, step {_ms(step)} ({' and '.join(ratios)})"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.1f} ms" if value >= 10 else f"{value:.2f} ms"
 
 
 def probe_table(rows: Sequence[dict[str, Any]]) -> Table:

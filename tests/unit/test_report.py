@@ -4,7 +4,7 @@ import json
 from collections import Counter
 
 from slipstream.lab.bench_options import Case
-from slipstream.lab.report import Settings, bench_row, plain_json, rows_table
+from slipstream.lab.report import Settings, bench_row, ceiling_line, plain_json, rows_table
 from slipstream.lab.waves import Answer, Wave, ttft_in_turn_ms
 from slipstream.metrics import SpecCounters, Timing
 
@@ -84,3 +84,16 @@ def test_first_tokens_are_timed_from_their_turn() -> None:
 
 def test_plain_json_has_no_nan() -> None:
     assert plain_json({"a": [float("nan"), 1.0], "b": (float("inf"),)}) == {"a": [None, 1.0], "b": [None]}
+
+
+def test_ceilings_are_one_line() -> None:
+    on_cpu = {"linear_ms_1_row": 20.0, "linear_ms_8_rows": 30.0, "prepacked_ms_1_row": 10.0, "prepacked_ms_8_rows": 15.0,
+              "copy_gb_per_s": 21.0, "step_ms_1_row": 12.0}  # fmt: skip
+    assert ceiling_line(on_cpu) == (
+        "1 row: linear layers 20.0 ms, prepacked 10.0 ms, step 12.0 ms (x 0.60 and x 1.20); "
+        "8 rows: linear layers 30.0 ms, prepacked 15.0 ms; copy 21 GB/s"
+    )
+    on_gpu = {"linear_ms_1_row": 0.85, "linear_ms_256_rows": 7.94, "copy_gb_per_s": 4312.0, "step_ms_1_row": 1.02}
+    assert ceiling_line(on_gpu) == (
+        "1 row: linear layers 0.85 ms, step 1.02 ms (x 1.20); 256 rows: linear layers 7.94 ms; copy 4312 GB/s"
+    )
