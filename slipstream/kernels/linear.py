@@ -1,0 +1,239 @@
+"""Products of few rows with a weight: one kernel for norm, product, bias, gate and residual; a library for many rows.
+
+Few rows are a matter of reading the weight once, and in a small model of how many kernels there are and how long each
+takes from its first load to its last store. So a program owns some outputs and the whole depth, with many loads in
+flight, and cuts the depth over its warps (`lanes`): a tensor core adds up one chain in 33 cycles a link, which for the
+576 inputs of SmolLM2 would be as long as the memory takes. Rows are normalised on the way into the product and scaled
+by their length after it. Sums are fp32 and never depend on what ran before: no atomics, no split over programs.
+
+Called by the networks of the GPU backend; reference and signature: `ops.fused.fused_linear`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.gated import silu_mul
+from slipstream.kernels.norm import rms_norm
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile:
+    """How one product is cut up. All but the flags are powers of two (`stages` is not), rows and depth at least 16."""
+
+    rows: int  # of x, per program
+    columns: int  # rows of the weight, per program
+    depth: int  # inputs that one lane takes per turn of the loop
+    lanes: int  # parts of the depth that are summed apart; no fewer than warps keep every warp at work
+    warps: int
+    stages: int  # turns of the loop whose loads are in flight
+    norm_apart: bool = False  # the norm is a launch of its own
+    early: bool = False  # may start while the kernel before it still runs, and fetch its weight (see `_start_early`)
+
+
+# What the product of a weight [O, I] runs with, by (O, I): tiles with the largest number of rows that each is for.
+# None is the library, which also takes all rows above the last. Shapes that are not listed: `guess_tile`.
+# Filled from bench/tune_linear.py.
+TUNED: Mapping[tuple[int, int], tuple[tuple[int, Tile | None], ...]] = {}
+
+_NUM_PROGRAMS = 132  # multiprocessors of an H100 or H200
+_STAGED_BYTES = 96 * 1024  # per program, of 227 KB: two fit on a multiprocessor
+_FEW_ROWS = 16
+_PREFETCHED_BYTES = 4096  # of each row of the weight; 64 KB for 16 rows
+
+
+@triton.jit
+def _load(pointers, mask, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(pointers, mask=mask, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _start_early(weight_rows, NUM_IN: tl.constexpr, PREFETCHED: tl.constexpr):
+    """Let the next kernel start, ask for this program's weights, then wait until all kernels before have ended.
+
+    A kernel that was launched early may only touch what never changes (the weight) before it waits, and every program
+    must wait, or a kernel after it could believe that the one before it has ended.
+    """
+    tl.extra.cuda.gdc_launch_dependents()
+    line: tl.constexpr = 128 // (weight_rows.dtype.element_ty.primitive_bitwidth // 8)
+    offsets = tl.minimum(tl.arange(0, PREFETCHED) * line, NUM_IN - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [(weight_rows[:, None] + offsets[None, :]).to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    tl.extra.cuda.gdc_wait()
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _product(
+    x, weight, bias, norm, residual, out, num_rows, x_stride, out_stride, eps,
+    NUM_OUT: tl.constexpr, NUM_IN: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr, PREFETCHED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j): BLOCK_N rows of the weight (gate and up in turns if gated) for BLOCK_M rows of x."""
+    # Rows beyond the last are computed from the last and not stored: cheaper than masks in the loop.
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if GATED:
+        weight_ids = tl.minimum(columns // 2, NUM_OUT - 1) + columns % 2 * NUM_OUT
+    else:
+        weight_ids = tl.minimum(columns, NUM_OUT - 1)
+    weight_rows = weight + weight_ids.to(tl.int64) * NUM_IN
+    if EARLY:
+        _start_early(weight_rows, NUM_IN, PREFETCHED)
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    x_rows = x + tl.minimum(rows, num_rows - 1).to(tl.int64) * x_stride
+
+    inputs = tl.arange(0, LANES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]  # [lanes, k]
+    x_tile = x_rows[None, :, None] + inputs[:, None, :]  # [lanes, m, k]
+    weight_tile = weight_rows[None, None, :] + inputs[:, :, None]  # [lanes, k, n]
+    MASKED: tl.constexpr = NUM_IN % (LANES * BLOCK_K) != 0
+    sums = tl.zeros((LANES, BLOCK_M, BLOCK_N), tl.float32)
+    squares = tl.zeros((LANES, BLOCK_M, BLOCK_K), tl.float32)
+    if norm is not None:
+        # As large as the tile of x, though its rows are equal: a smaller one could not be loaded ahead.
+        norm_tile = tl.broadcast_to((norm + inputs)[:, None, :], (LANES, BLOCK_M, BLOCK_K))
+    for start in range(0, NUM_IN, LANES * BLOCK_K):
+        inside = start + inputs < NUM_IN
+        xs = _load(x_tile + start, inside[:, None, :], MASKED)
+        weights = _load(weight_tile + start, inside[:, :, None], MASKED)
+        if norm is not None:
+            norms = _load(norm_tile + start, inside[:, None, :], MASKED)
+            wide = xs.to(tl.float32)
+            squares += wide * wide
+            xs = (wide * norms.to(tl.float32)).to(weights.dtype)
+        sums = tl.dot(xs, weights, sums, input_precision="ieee")
+    y = tl.sum(sums, 0)  # [m, n]
+
+    if norm is not None:
+        y *= tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / NUM_IN + eps)[:, None]
+    if bias is not None:
+        y += tl.load(bias + weight_ids).to(tl.float32)[None, :]
+    if GATED:
+        gate, up = tl.split(tl.reshape(y, (BLOCK_M, BLOCK_N // 2, 2)))
+        y = gate * tl.sigmoid(gate) * up
+        columns = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    offsets = rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
+    keep = (rows < num_rows)[:, None] & (columns < NUM_OUT)[None, :]
+    if residual is not None:
+        y += tl.load(residual + offsets, mask=keep, other=0.0).to(tl.float32)
+    tl.store(out + offsets, y.to(out.dtype.element_ty), mask=keep)
+
+
+def fused_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`ops.fused.fused_linear`, which see, on a GPU: x [R, I], weight [O, I] -> [R, O], or [R, O / 2] if gated.
+
+    x, residual and out may have any stride between rows, weight is contiguous. Depends on shapes alone, so it can be
+    captured; eager calls cost the host one launch, or up to three where the library multiplies.
+    """
+    tile = choose_tile(x.shape[0], weight, norm is not None)
+    if tile is None:
+        return _library(x, weight, bias, norm, eps, residual, gated, out)
+    return tiled_linear(x, weight, bias, tile, norm=norm, eps=eps, residual=residual, gated=gated, out=out)
+
+
+def choose_tile(num_rows: int, weight: Tensor, has_norm: bool) -> Tile | None:
+    """How `fused_linear` makes this product; None: with the library. bf16 and fp16 use the tuned table."""
+    listed = TUNED.get((weight.shape[0], weight.shape[1])) if weight.element_size() == 2 else None
+    if listed is not None:
+        return next((tile for max_rows, tile in listed if num_rows <= max_rows), None)
+    return guess_tile(weight, has_norm) if num_rows <= _FEW_ROWS else None
+
+
+def guess_tile(weight: Tensor, has_norm: bool) -> Tile:
+    """For up to 16 rows and a shape that nobody has tuned: a program for each multiprocessor, all its loads ahead."""
+    num_rows, num_in = weight.shape
+    columns = 16
+    while columns < 64 and num_rows >= 2 * columns * _NUM_PROGRAMS:
+        columns *= 2
+    lanes, depth = 4, 64 if num_in >= 2048 else 32
+    while depth > 16 and lanes * depth >= 2 * num_in:
+        depth //= 2
+    stage_bytes = lanes * depth * (columns + _FEW_ROWS * (1 + has_norm)) * weight.element_size()
+    turns = triton.cdiv(num_in, lanes * depth)
+    stages = max(2, min(_STAGED_BYTES // stage_bytes, turns + 1, 8))
+    return Tile(rows=_FEW_ROWS, columns=columns, depth=depth, lanes=lanes, warps=4, stages=stages)
+
+
+def tiled_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tile: Tile,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`fused_linear` by the kernel, whatever the number of rows, cut up as `tile` says."""
+    assert residual is None or out is None, "a result goes into residual or out, not both"
+    (num_rows, num_in), num_weight_rows = x.shape, weight.shape[0]
+    assert weight.is_contiguous() and weight.shape[1] == num_in and x.stride(1) == 1, (x.shape, weight.shape)
+    num_out = num_weight_rows // 2 if gated else num_weight_rows
+    out = residual if residual is not None else out
+    out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device) if out is None else out
+    assert out.shape == (num_rows, num_out) and out.stride(1) == 1, (out.shape, out.stride())
+    if norm is not None and tile.norm_apart:
+        x, norm = rms_norm(x, norm, eps), None
+    if num_rows:
+        grid = (triton.cdiv(num_weight_rows, tile.columns), triton.cdiv(num_rows, tile.rows))
+        _product[grid](
+            x, weight, bias, norm, residual, out, num_rows, x.stride(0), out.stride(0), eps,
+            NUM_OUT=num_out, NUM_IN=num_in, GATED=gated, EARLY=tile.early,
+            PREFETCHED=_num_lines(num_in * weight.element_size()) if tile.early else 0,
+            BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, LANES=tile.lanes,
+            num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if tile.early else {}),
+        )  # fmt: skip
+    return out
+
+
+def _num_lines(row_bytes: int) -> int:
+    """Lines of 128 bytes to fetch of each row of a weight, as a power of two."""
+    lines: int = triton.next_power_of_2(triton.cdiv(min(row_bytes, _PREFETCHED_BYTES), 128))
+    return lines
+
+
+def _library(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    gated: bool,
+    out: Tensor | None,
+) -> Tensor:
+    """The same by cuBLAS, with a launch each for norm and gate; the residual is added by cuBLAS itself, in place."""
+    assert residual is None or out is None, "a result goes into residual or out, not both"
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
+    if residual is not None and not gated:
+        residual.addmm_(x, weight.t())
+        return residual if bias is None else residual.add_(bias)
+    into = None if gated else out
+    y = torch.mm(x, weight.t(), out=into) if bias is None else torch.addmm(bias, x, weight.t(), out=into)
+    if not gated:
+        return y
+    return silu_mul(y, out) if residual is None else residual.add_(silu_mul(y))
