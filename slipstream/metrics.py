@@ -1,12 +1,24 @@
 """Counters of speculation and clocks of a request. Counts are stored, everything else is derived from them."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
+
+
+def _at_least(histogram: Sequence[int]) -> Counter[int]:
+    """j = 1.. -> how many were j or more; zeros are left out."""
+    found: Counter[int] = Counter()
+    total = 0
+    for j in range(len(histogram) - 1, 0, -1):
+        total += histogram[j]
+        if total:
+            found[j] = total
+    return found
 
 
 @dataclass(slots=True)
@@ -40,6 +52,21 @@ class SpecCounters:
         self.verified_at.update(range(1, width + 1))
         self.reached_at.update(range(1, min(emitted, width) + 1))  # behind the end of an answer nothing is known
         self.accepted_at.update(range(1, accepted + 1))
+
+    def count_steps(
+        self, drafted: int, emitted: int, widths: Sequence[int], reached: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        """Many decode steps: sums of drafts and tokens, and histograms by 0..S of what `count_step` counts singly."""
+        verified_at, accepted_at = _at_least(widths), _at_least(accepted)
+        self.steps += sum(widths)
+        self.drafted += drafted
+        self.verified += verified_at.total()
+        self.accepted += accepted_at.total()
+        self.emitted += emitted
+        self.width_histogram.update({width: count for width, count in enumerate(widths) if count})
+        self.verified_at.update(verified_at)
+        self.reached_at.update(_at_least(reached))
+        self.accepted_at.update(accepted_at)
 
     def merge(self, other: "SpecCounters") -> None:
         for name in ("steps", "drafted", "verified", "accepted", "emitted"):

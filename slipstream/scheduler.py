@@ -4,18 +4,22 @@ The scheduler runs ahead of the device: for a decoding request it knows the comm
 it reserves pages for the bound. `settle` (after a commit) gives back what the bound had too much. When pages run short,
 caps of drafts go down first; only when the requests cannot all get their one row is the newest one preempted, and never
 while something is in flight: `schedule` then answers DRAIN, and the engine collects before it asks again.
+Decoding requests are planned as columns of the ledger; Python per request is left for admissions and prefill.
 """
 
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeAlias
 
 import numpy as np
 
-from slipstream.cache.pages import NULL_PAGE, PageAllocator
+from slipstream.cache.pages import PageAllocator, PageTable
 from slipstream.errors import CapacityError
-from slipstream.plan import Admission, StepPlan
-from slipstream.request import FinishReason, InFlight, Request
+from slipstream.ledger import SAMPLED, TOP_K, TOP_P, InFlight, Ledger
+from slipstream.metrics import SpecCounters
+from slipstream.plan import Admission, Bools, Int32s, Int64s, StepPlan
+from slipstream.request import FinishReason, Request
 
 
 class NoPlan(Enum):
@@ -34,14 +38,16 @@ class SchedulerLimits:
     max_draft_context: int  # a block must end before this position
 
 
-@dataclass(slots=True)
-class _Row:
-    """One sequence's part of the plan that is being made."""
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A prefilling request's part of the plan that is being made."""
 
-    request: Request
+    slot: int
     num_given: int
-    cap: int
     emits: bool
+
+
+_Decode: TypeAlias = tuple[Int64s, Int32s]  # slots [D] in order of admission, most drafts of each [D]
 
 
 class Scheduler:
@@ -50,11 +56,12 @@ class Scheduler:
         self.pages = pages
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
+        self.ledger = Ledger(limits.max_num_seqs, limits.max_drafts)
         self.num_preemptions = 0
+        self._table = PageTable(limits.max_num_seqs, pages.pages_for(limits.max_model_len))
+        self._flights: deque[InFlight] = deque()
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._generations = [-1] * limits.max_num_seqs
-        # (slot, index) -> page since the last plan. Once per place: a device may do its writes in any order.
-        self._page_writes: dict[tuple[int, int], int] = {}
+        self._running_slots: Int64s | None = None  # of `running`; None: to be made again
         self._step = 0
 
     @property
@@ -69,6 +76,17 @@ class Scheduler:
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 
+    def pages_of(self, request: Request) -> list[int]:
+        return [] if request.slot is None else self._table.of(request.slot)
+
+    def counters_of(self, request: Request) -> SpecCounters:
+        """What was counted of a request until now; `request.counters` has it once the request has ended."""
+        counters = SpecCounters(mode=request.counters.mode)
+        counters.merge(request.counters)
+        if request.slot is not None:
+            self.ledger.count_into(counters, request.slot)
+        return counters
+
     def add(self, request: Request) -> None:
         longest = min(request.num_known + request.params.max_tokens, self.limits.max_model_len)
         need, room = self.pages.pages_for(longest), self.pages.num_free + self.pages.num_used
@@ -81,107 +99,139 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | NoPlan:
         """Plan the next step and book it as in flight."""
-        decoding = [row for request in self.running if (row := self._decode_row(request))]
         num_preempted = self.num_preemptions
-        while self._shortage(decoding):
-            if any(request.in_flight for request in self.running):
-                return NoPlan.DRAIN
-            victim = self.running[-1]
-            self._preempt(victim)
-            decoding = [row for row in decoding if row.request is not victim]
-        self._reserve_decode(decoding)
+        reserved = self._reserve_decode(*self._decode_rows())
+        if reserved is None:
+            return NoPlan.DRAIN
+        decode_slots, caps = reserved
         may_admit = self.num_preemptions == num_preempted
-        prefilling, admissions = self._prefill_rows(self.limits.max_num_batched_tokens - len(decoding), may_admit)
-        if not decoding and not prefilling:
+        chunks, admissions = self._prefill_rows(self.limits.max_num_batched_tokens - len(decode_slots), may_admit)
+        if not len(decode_slots) and not chunks:
             return NoPlan.IDLE
-        return self._book(decoding, prefilling, admissions)
+        return self._book(decode_slots, caps, chunks, admissions)
 
-    def settle(self, request: Request) -> None:
-        """After a commit: give back the pages that the upper bound had too much."""
-        keep = self.pages.pages_for(max(request.context_upper_bound + 1, request.prefill_target))
-        surplus = request.pages[keep:]
-        if surplus:
-            del request.pages[keep:]
-            self.pages.give(surplus)
-            assert request.slot is not None
-            # The page table must not keep pointing at pages that others may own by then.
-            self._page_writes |= {(request.slot, keep + i): NULL_PAGE for i in range(len(surplus))}
+    def take_flight(self, step: int) -> InFlight:
+        """A planned step has come back: what was booked of it. Steps before it that never came are forgotten."""
+        flight = self._flights.popleft()
+        while flight.step != step:
+            assert flight.step < step, (flight.step, step)
+            flight = self._flights.popleft()
+        return flight
+
+    def settle(self, slots: Int64s) -> None:
+        """After a commit: give back the pages that the upper bound of each of `slots` had too much."""
+        keep = self._pages_for(self.ledger.context_upper_bound[slots] + 1)
+        surplus = np.flatnonzero(self._table.num_pages[slots] > keep)
+        if len(surplus):
+            self.pages.give(self._table.cut(slots[surplus], keep[surplus]))
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Take a request out, wherever it is. What of it lies in flight is dropped later, by its generation."""
         request.finish_reason = reason
-        if request in self.waiting:
-            self.waiting.remove(request)
         if request.slot is not None:
             self._release(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
 
-    def _decode_row(self, request: Request) -> _Row | None:
-        """A row with as many drafts as may be verified, or None where the request must wait for a result."""
-        if request.is_prefilling:
-            return None
-        bound, limits = request.context_upper_bound, self.limits
+    # ------------------------------------------------------------------ decoding requests, all at once
+
+    def _decode_rows(self) -> _Decode:
+        """Who decodes, with as many drafts as may be verified; some must wait for a result first."""
+        ledger, limits, slots = self.ledger, self.limits, self._slots_in_order()
+        bound = ledger.context_upper_bound[slots]
         room = limits.max_model_len - 2 - bound  # the last emitted token may stand at max_model_len - 1
-        wanted = request.params.max_tokens - request.num_output_lower_bound - 1
-        if room < 0 or wanted < 0:
-            return None
-        may_draft = bound + limits.max_drafts + 1 <= limits.max_draft_context
-        return _Row(request, 1, min(limits.max_drafts, room, wanted) if may_draft else 0, emits=True)
+        wanted = ledger.max_outputs[slots] - ledger.num_outputs_lower_bound[slots] - 1
+        most = np.minimum(np.minimum(room, wanted), limits.max_drafts)
+        ready = (most >= 0) & (ledger.unplanned[slots] == 0)
+        caps = most * (bound < limits.max_draft_context - limits.max_drafts)  # a block is drafted whole or not at all
+        return (slots, caps) if np.count_nonzero(ready) == len(slots) else (slots[ready], caps[ready])
 
-    def _missing_pages(self, row: _Row, num_rows: int) -> int:
-        need = self.pages.pages_for(row.request.context_upper_bound + num_rows)
-        return max(0, need - len(row.request.pages))
+    def _reserve_decode(self, slots: Int64s, caps: Int32s) -> _Decode | None:
+        """Pages for all rows, of those requests and with those caps that pages are there for. None: DRAIN."""
+        missing = self._missing_pages(slots, 1 + caps)
+        if missing.sum() > self.pages.num_free:
+            going_on = self._preempt_for_one_row(slots)
+            if going_on is None:
+                return None
+            slots, caps = slots[going_on], caps[going_on]
+            self._reserve(slots, self._missing_pages(slots, 1))
+            caps, missing = self._within_free_pages(slots, caps)
+        self._reserve(slots, missing)
+        return slots, caps
 
-    def _shortage(self, rows: list[_Row]) -> bool:
-        return sum(self._missing_pages(row, 1) for row in rows) > self.pages.num_free
+    def _preempt_for_one_row(self, slots: Int64s) -> Bools | None:
+        """Preempt the newest until every other request can have its one row; who of `slots` is left. None: DRAIN."""
+        going_on = np.ones(len(slots), np.bool_)
+        while self._missing_pages(slots[going_on], 1).sum() > self.pages.num_free:
+            if self.ledger.steps_in_flight[self._slots_in_order()].any():
+                return None
+            going_on &= slots != self._preempt(self.running[-1])
+        return going_on
 
-    def _reserve_decode(self, rows: list[_Row]) -> None:
-        """One row for everybody, then drafts as far as pages last, in order of admission."""
-        for row in rows:
-            self._reserve(row.request, self._missing_pages(row, 1))
-        for row in rows:
-            while self._missing_pages(row, 1 + row.cap) > self.pages.num_free:
-                row.cap -= 1
-            self._reserve(row.request, self._missing_pages(row, 1 + row.cap))
+    def _within_free_pages(self, slots: Int64s, caps: Int32s) -> tuple[Int32s, Int32s]:
+        """Drafts as far as pages last, first come, first served: the caps, and the pages that each row then takes."""
+        missing = self._missing_pages(slots, 1 + caps)
+        asked_before = np.cumsum(missing) - missing
+        granted = np.clip(self.pages.num_free - asked_before, 0, missing).astype(np.int32)
+        num_tokens = (self._table.num_pages[slots] + granted) * self.pages.page_size
+        return np.minimum(caps, num_tokens - self.ledger.context_upper_bound[slots] - 1), granted
 
-    def _reserve(self, request: Request, count: int) -> None:
-        assert request.slot is not None
-        for page in self.pages.take(count):
-            self._page_writes[request.slot, len(request.pages)] = page
-            request.pages.append(page)
+    def _missing_pages(self, slots: Int64s, num_rows: Int32s | int) -> Int32s:
+        need = self._pages_for(self.ledger.context_upper_bound[slots] + num_rows)
+        return np.maximum(need - self._table.num_pages[slots], 0)
 
-    def _prefill_rows(self, budget: int, may_admit: bool) -> tuple[list[_Row], list[Admission]]:
+    def _reserve(self, slots: Int64s, counts: Int32s) -> None:
+        growing = np.flatnonzero(counts)
+        if len(growing):
+            counts = counts[growing]
+            self._table.append(slots[growing], counts, self.pages.take(int(counts.sum())))
+
+    def _pages_for(self, num_tokens: Int32s) -> Int32s:
+        pages: Int32s = (num_tokens + (self.pages.page_size - 1)) // self.pages.page_size
+        return pages
+
+    def _slots_in_order(self) -> Int64s:
+        if self._running_slots is None:
+            self._running_slots = np.array([request.slot for request in self.running], np.int64)
+        return self._running_slots
+
+    # ------------------------------------------------------------------ prefill, admission, the way out
+
+    def _prefill_rows(self, budget: int, may_admit: bool) -> tuple[list[_Chunk], list[Admission]]:
         """Chunks of the requests being prefilled, then new ones, within the budget of given rows."""
-        rows, admissions = [], []
-        for request in self.running:
-            if request.is_prefilling and budget > 0:
-                rows.append(self._chunk(request, budget))
-                budget -= rows[-1].num_given
+        chunks, admissions = [], []
+        for slot in self._prefilling():
+            if budget > 0:
+                chunks.append(self._chunk(slot, budget))
+                budget -= chunks[-1].num_given
         while may_admit and budget > 0 and self.waiting and self._free_slots and self._fits(self.waiting[0]):
-            request = self.waiting.popleft()
-            admissions.append(self._admit(request))
-            rows.append(self._chunk(request, budget))
-            budget -= rows[-1].num_given
-        return rows, admissions
+            admissions.append(self._admit(self.waiting.popleft()))
+            chunks.append(self._chunk(admissions[-1].slot, budget))
+            budget -= chunks[-1].num_given
+        return chunks, admissions
+
+    def _prefilling(self) -> list[int]:
+        """Slots whose prompt is not planned to its end, in order of admission."""
+        if not np.count_nonzero(self.ledger.unplanned):
+            return []
+        slots = self._slots_in_order()
+        found: list[int] = slots[self.ledger.unplanned[slots] > 0].tolist()
+        return found
 
     def _fits(self, request: Request) -> bool:
         """The whole prompt and the first token, so that a prefill never runs out of pages half-way."""
         return self.pages.pages_for(request.num_known + 1) <= self.pages.num_free
 
-    @staticmethod
-    def _chunk(request: Request, budget: int) -> _Row:
-        remaining = request.prefill_target - request.planned_prefill
-        count = min(remaining, budget)
-        return _Row(request, count, 0, emits=count == remaining)
+    def _chunk(self, slot: int, budget: int) -> _Chunk:
+        remaining = int(self.ledger.unplanned[slot])
+        return _Chunk(slot, min(remaining, budget), emits=remaining <= budget)
 
     def _admit(self, request: Request) -> Admission:
-        slot = self._free_slots.pop()
-        self._generations[slot] += 1
-        request.slot, request.generation = slot, self._generations[slot]
-        request.context = request.planned_prefill = request.decode_steps = 0
-        request.prefill_target = request.num_known
-        request.in_flight.clear()
-        self._reserve(request, self.pages.pages_for(request.num_known + 1))
+        request.slot = slot = self._free_slots.pop()
+        self.ledger.admit(slot, request, self.limits.max_model_len)
         self.running.append(request)
+        self._running_slots = None
+        self._reserve(np.array([slot]), np.array([self.pages.pages_for(request.num_known + 1)], np.int32))
         token_ids = np.fromiter((*request.prompt_ids, *request.output_ids), np.int32, request.num_known)
         params = request.params
         seed = (request.seed + 2**63) % 2**64 - 2**63  # the same 64 bits, signed
@@ -190,56 +240,69 @@ class Scheduler:
             seed=seed,
         )  # fmt: skip
 
-    def _preempt(self, request: Request) -> None:
-        """Back to the head of the queue; its tokens are kept and recomputed, its drafts and confidence are not."""
+    def _preempt(self, request: Request) -> int:
+        """Back to the head of the queue; its tokens are kept and recomputed, its drafts and confidence are not.
+
+        Returns the slot that it had.
+        """
         self.num_preemptions += 1
-        self._release(request)
+        slot = self._release(request)
         self.waiting.appendleft(request)
+        return slot
 
-    def _release(self, request: Request) -> None:
-        assert request.slot is not None
-        self._page_writes = {place: page for place, page in self._page_writes.items() if place[0] != request.slot}
-        self.pages.give(request.pages)
-        self._free_slots.append(request.slot)
+    def _release(self, request: Request) -> int:
+        slot = request.slot
+        assert slot is not None
+        self.pages.give(self._table.clear(slot))
+        self.ledger.release(slot)
+        self._free_slots.append(slot)
         self.running.remove(request)
-        request.slot, request.pages = None, []
+        self._running_slots = request.slot = None
+        return slot
 
-    def _book(self, decoding: list[_Row], prefilling: list[_Row], admissions: list[Admission]) -> StepPlan:
-        rows = decoding + prefilling
-        plan = self._plan(rows, len(decoding), admissions)
-        for row in rows:
-            row.request.in_flight.append(InFlight(plan.step, row.num_given + row.cap, row.emits))
-        for row in decoding:
-            row.request.decode_steps += 1
-        for row in prefilling:
-            row.request.planned_prefill += row.num_given
+    # ------------------------------------------------------------------ the plan
+
+    def _book(self, slots: Int64s, caps: Int32s, chunks: list[_Chunk], admissions: list[Admission]) -> StepPlan:
+        ledger, num_decode = self.ledger, len(slots)
+        num_given, emits = np.ones(num_decode + len(chunks), np.int32), np.ones(num_decode + len(chunks), np.bool_)
+        if chunks:
+            slots = np.concatenate((slots, np.array([chunk.slot for chunk in chunks], np.int64)))
+            caps = np.concatenate((caps, np.zeros(len(chunks), np.int32)))
+            num_given[num_decode:] = [chunk.num_given for chunk in chunks]
+            emits[num_decode:] = [chunk.emits for chunk in chunks]
+        flight = InFlight(self._step, slots, ledger.generations[slots], num_given + caps, emits)
+        plan = self._plan(flight, num_decode, num_given, caps, admissions)
+        ledger.book(flight)
+        ledger.decode_steps[slots[:num_decode]] += 1
+        ledger.unplanned[slots[num_decode:]] -= num_given[num_decode:]
+        self._flights.append(flight)
         self._step += 1
-        self._page_writes = {}
         return plan
 
-    def _plan(self, rows: list[_Row], num_decode: int, admissions: list[Admission]) -> StepPlan:
-        requests = [row.request for row in rows]
-        sampled = [request.params.temperature > 0 for request in requests]
-        writes = [(slot, index, page) for (slot, index), page in self._page_writes.items()]
-        emitting = [request for request, row, s in zip(requests, rows, sampled, strict=True) if row.emits and s]
+    def _plan(
+        self, flight: InFlight, num_decode: int, num_given: Int32s, caps: Int32s, admissions: list[Admission]
+    ) -> StepPlan:
+        ledger, slots = self.ledger, flight.slots_np
+        sampling = ledger.sampling[slots]
+        emitting = int(np.bitwise_or.reduce(sampling * flight.emits_np))
         return StepPlan(
-            step=self._step,
+            step=flight.step,
             num_decode=num_decode,
             draft_length=self.limits.max_drafts,
-            slots_np=np.array([request.slot for request in requests], np.int32),
-            generations_np=np.array([request.generation for request in requests], np.int32),
-            uids_np=np.array([request.uid for request in requests], np.int64),
-            decode_steps_np=np.array([request.decode_steps for request in requests], np.int32),
-            num_given_np=np.array([row.num_given for row in rows], np.int32),
-            emits_np=np.array([row.emits for row in rows], np.bool_),
-            caps_np=np.array([row.cap for row in rows], np.int32),
-            context_np=np.array([request.context for request in requests], np.int32),
-            context_upper_bound_np=np.array([request.context_upper_bound for request in requests], np.int32),
-            sampled_np=np.array(sampled, np.bool_),
-            teaches_np=np.array([not request.constrained for request in requests], np.bool_),
+            slots_np=slots.astype(np.int32),
+            generations_np=flight.generations_np,
+            uids_np=ledger.uids[slots],
+            decode_steps_np=ledger.decode_steps[slots],
+            num_given_np=num_given,
+            emits_np=flight.emits_np,
+            caps_np=caps,
+            context_np=ledger.context[slots],
+            context_upper_bound_np=ledger.context_upper_bound[slots],
+            sampled_np=sampling > 0,
+            teaches_np=ledger.teaches[slots],
             admissions=tuple(admissions),
-            page_writes_np=np.array(writes, np.int32).reshape(-1, 3),
-            any_sampled=bool(emitting),
-            any_top_k=any(request.params.top_k > 0 for request in emitting),
-            any_top_p=any(request.params.top_p < 1 for request in emitting),
+            page_writes_np=self._table.take_writes(),
+            any_sampled=bool(emitting & SAMPLED),
+            any_top_k=bool(emitting & TOP_K),
+            any_top_p=bool(emitting & TOP_P),
         )

@@ -52,17 +52,30 @@ def make_request(uid: int, prompt: int = 5, max_tokens: int = 50, **params: obje
 def check_invariants(scheduler: Scheduler) -> None:
     """Every page is free or owned once, and so is every slot; requests that hold nothing wait or have ended."""
     pages = scheduler.pages
-    owned = [page for request in scheduler.running for page in request.pages]
+    owned = [page for request in scheduler.running for page in scheduler.pages_of(request)]
     everything = list(range(NUM_RESERVED_PAGES, pages.num_pages))
     assert sorted(owned + pages._free) == everything
     assert pages.num_free + pages.num_used == len(everything)
     slots = [request.slot for request in scheduler.running]
     assert sorted(slots + scheduler._free_slots) == list(range(scheduler.limits.max_num_seqs))
-    assert all(request.slot is None and not request.pages for request in scheduler.waiting)
+    assert all(request.slot is None for request in scheduler.waiting)
     assert not any(request.is_finished for request in [*scheduler.running, *scheduler.waiting])
+    assert scheduler.ledger.tenants == {request.slot: request for request in scheduler.running}
     for request in scheduler.running:
-        assert request.context <= request.context_upper_bound
-        assert pages.pages_for(request.context_upper_bound) <= len(request.pages)
+        context, bound, _ = numbers(scheduler, request)
+        assert context <= bound
+        assert pages.pages_for(bound) <= len(scheduler.pages_of(request))
+
+
+def numbers(scheduler: Scheduler, request: Request) -> tuple[int, int, int]:
+    """Of a running request: its context, the upper bound of that, and how many steps of it are in flight."""
+    ledger, slot = scheduler.ledger, request.slot
+    return int(ledger.context[slot]), int(ledger.context_upper_bound[slot]), int(ledger.steps_in_flight[slot])
+
+
+def is_prefilling(scheduler: Scheduler, request: Request) -> bool:
+    """It waits, or some of its prompt is in no plan yet."""
+    return request.slot is None or bool(scheduler.ledger.unplanned[request.slot])
 
 
 class PaperDevice:
@@ -119,14 +132,15 @@ class PaperDevice:
         request = self.requests.get(uid)
         if request is None or request.slot != slot:
             return  # it ended while the step lay in flight
+        owned = self.scheduler.pages_of(request)
         for position in range(start, end):
-            assert self.table[slot, position // PAGE_SIZE] in request.pages, (uid, position)
+            assert self.table[slot, position // PAGE_SIZE] in owned, (uid, position)
 
     def collect(self, invalid: Sequence[int] = ()) -> list[Delta]:
         """Commit the oldest step in flight; `invalid` are rows whose logits were not finite."""
         plan, result = self.in_flight.popleft()
         result.invalid_np[list(invalid)] = True
-        deltas = commit(plan, result, self.requests, self.scheduler)
+        deltas = list(commit(plan, result, self.scheduler))
         for delta in deltas:
             if delta.finish_reason is not None:
                 del self.requests[delta.request.uid]

@@ -3,7 +3,17 @@
 import pytest
 
 from slipstream.plan import StepPlan
-from tests.unit.scheduling import EOS, PaperDevice, check_invariants, full, make_request, make_scheduler, rejected
+from tests.unit.scheduling import (
+    EOS,
+    PaperDevice,
+    check_invariants,
+    full,
+    is_prefilling,
+    make_request,
+    make_scheduler,
+    numbers,
+    rejected,
+)
 
 K = 4
 
@@ -11,7 +21,7 @@ K = 4
 def decoding(*requests, **limits):
     paper = PaperDevice(make_scheduler(drafts=K, **limits))
     paper.add(*requests)
-    while any(r.slot is None or r.is_prefilling for r in requests):
+    while any(is_prefilling(paper.scheduler, request) for request in requests):
         paper.step()
     return paper
 
@@ -30,8 +40,8 @@ def test_a_step_brings_the_accepted_drafts_and_one_token():
     assert (delta.width, delta.finish_reason) == (3, None)
     assert request.output_ids == [9, 11, 12, 13]
     assert request.accepted == [False, True, True, False]
-    assert request.context == 8  # all but the newest token, the next anchor
-    counters = request.counters
+    assert numbers(paper.scheduler, request)[0] == 8  # all but the newest token, the next anchor
+    counters = paper.scheduler.counters_of(request)
     assert (counters.steps, counters.drafted, counters.verified) == (1, K, 3)
     assert (counters.accepted, counters.emitted) == (2, 3)
     assert (counters.verified_at, counters.accepted_at) == ({1: 1, 2: 1, 3: 1}, {1: 1, 2: 1})
@@ -42,8 +52,9 @@ def test_the_token_of_a_prefill_is_no_decode_step():
     paper = PaperDevice(make_scheduler(tokens=3))
     paper.add(request)
     assert [paper.step()[0].token_ids for _ in range(2)] == [(), (9,)]
-    assert request.counters.steps == request.counters.emitted == 0
-    assert request.context == 5
+    counters = paper.scheduler.counters_of(request)
+    assert counters.steps == counters.emitted == 0
+    assert numbers(paper.scheduler, request)[0] == 5
     assert request.first_token_s == request.last_token_s > request.submitted_s
 
 
@@ -99,7 +110,7 @@ def test_max_tokens_ends_an_answer_in_any_place_of_a_block(more):
     request = make_request(0, prompt=5)
     paper = decoding(request)
     paper.launch(full, tokens(11, 12, 13, 14, 15, first=6))
-    request.params = make_request(0, max_tokens=1 + more).params
+    paper.scheduler.ledger.max_outputs[request.slot] = 1 + more
     (delta,) = paper.collect()
     assert delta.finish_reason == "length"
     assert delta.token_ids == (11, 12, 13, 14, 15)[:more]
@@ -147,11 +158,11 @@ def test_a_result_that_comes_late_is_dropped_even_for_the_same_id():
     plan = paper.launch(rejected)
     assert plan.slots_np.tolist() == [0] and plan.generations_np.tolist() == [1]
     assert paper.collect() == []  # the slot is the same, its generation is not
-    assert new.output_ids == [] and new.context == 0 and len(new.in_flight) == 1
+    assert new.output_ids == [] and numbers(paper.scheduler, new) == (0, 7, 1)
     (delta,) = paper.collect()
     assert (delta.request, delta.token_ids) == (new, (9,))
     assert old.output_ids == [9]
-    assert new.counters.steps == 0
+    assert paper.scheduler.counters_of(new).steps == 0
 
 
 def test_late_results_of_a_chunk_are_dropped_too():
@@ -165,7 +176,7 @@ def test_late_results_of_a_chunk_are_dropped_too():
     paper.add(new)
     paper.launch()
     assert [paper.collect() for _ in range(2)] == [[], []]
-    assert (new.context, new.planned_prefill) == (0, 3)
+    assert numbers(paper.scheduler, new) == (0, 3, 1)
     assert len(paper.collect()) == 1
 
 
@@ -177,8 +188,9 @@ def test_counts_never_fall_below_zero_whatever_ends_when():
         assert not isinstance(plan, StepPlan) or (plan.caps_np >= 0).all()
         if len(paper.in_flight) == 2 or not isinstance(plan, StepPlan):
             paper.collect()
-        for each in paper.requests.values():
-            assert each.context >= 0 and each.num_output_lower_bound <= each.params.max_tokens
+        ledger, slots = paper.scheduler.ledger, [each.slot for each in paper.scheduler.running]
+        assert (ledger.context[slots] >= 0).all()
+        assert (ledger.num_outputs_lower_bound[slots] <= ledger.max_outputs[slots]).all()
     while paper.in_flight:
         assert paper.collect() == []
     assert (len(request.output_ids), len(other.output_ids)) == (7, 9)

@@ -80,7 +80,7 @@ class Serving(RuleBasedStateMachine):
 
         plan = self.paper.launch(outcome, lambda position: data.draw(st.sampled_from([9, 9, 9, EOS])))
         if plan is NoPlan.DRAIN:
-            assert any(request.in_flight for request in self.scheduler.running)
+            assert self.scheduler.ledger.steps_in_flight.any()
         elif plan is NoPlan.IDLE:
             assert self.paper.in_flight or not self.scheduler.has_work
         else:

@@ -7,7 +7,17 @@ from slipstream.cache.pages import NULL_PAGE
 from slipstream.errors import CapacityError
 from slipstream.plan import StepPlan
 from slipstream.scheduler import NoPlan
-from tests.unit.scheduling import EOS, PaperDevice, check_invariants, full, make_request, make_scheduler, rejected
+from tests.unit.scheduling import (
+    EOS,
+    PaperDevice,
+    check_invariants,
+    full,
+    is_prefilling,
+    make_request,
+    make_scheduler,
+    numbers,
+    rejected,
+)
 
 
 def device(**limits):
@@ -18,7 +28,7 @@ def decoding(*requests, **limits):
     """A device on which the requests have been prefilled and nothing is in flight."""
     paper = device(**limits)
     paper.add(*requests)
-    while any(r.slot is None or r.is_prefilling for r in requests):
+    while any(is_prefilling(paper.scheduler, request) for request in requests):
         paper.step()
     return paper
 
@@ -128,33 +138,36 @@ def test_a_decoding_request_waits_for_no_prefill_result():
 def test_bounds_count_what_lies_in_flight_and_shrink_with_its_result():
     request = make_request(0, prompt=5)
     paper = decoding(request)
-    assert (request.context, request.context_upper_bound) == (5, 5)
+    scheduler = paper.scheduler
+    assert numbers(scheduler, request) == (5, 5, 0)
     paper.launch(rejected)
-    assert (request.context, request.context_upper_bound) == (5, 9)
+    assert numbers(scheduler, request) == (5, 9, 1)
     assert paper.launch(rejected).context_upper_bound_np.tolist() == [9]
-    assert (request.context_upper_bound, request.num_output_lower_bound) == (13, 3)
+    assert numbers(scheduler, request) == (5, 13, 2)
+    assert scheduler.ledger.num_outputs_lower_bound[request.slot] == 3
     paper.collect()
-    assert (request.context, request.context_upper_bound) == (6, 10)
+    assert numbers(scheduler, request) == (6, 10, 1)
     paper.collect()
-    assert (request.context, request.context_upper_bound) == (7, 7)
+    assert numbers(scheduler, request) == (7, 7, 0)
 
 
 def test_pages_reserved_for_the_bound_are_given_back():
     request = make_request(0, prompt=4)
     paper = decoding(request, drafts=10)
-    assert len(request.pages) == 2
+    held = lambda: len(paper.scheduler.pages_of(request))  # noqa: E731
+    assert held() == 2
     free = paper.scheduler.pages.num_free
     paper.launch(rejected)
-    assert len(request.pages) == 4  # context 4, 1 + 10 rows
+    assert held() == 4  # context 4, 1 + 10 rows
     assert paper.scheduler.pages.num_free == free - 2
     paper.collect()
-    assert request.context == 5
-    assert len(request.pages) == 2
+    assert numbers(paper.scheduler, request)[0] == 5
+    assert held() == 2
     plan = paper.launch(full)
-    assert len(request.pages) == 4  # up to 16 tokens; what was given back was taken again
+    assert held() == 4  # up to 16 tokens; what was given back was taken again
     assert NULL_PAGE not in [page for slot, index, page in plan.page_writes_np.tolist()]
     paper.collect()
-    assert (request.context, len(request.pages)) == (16, 4)  # nothing too much; the next row takes a page
+    assert (numbers(paper.scheduler, request)[0], held()) == (16, 4)  # nothing too much; the next row takes a page
     check_invariants(paper.scheduler)
 
 
@@ -166,7 +179,7 @@ def test_a_table_entry_given_back_points_nowhere():
     surplus = {(request.slot, 2), (request.slot, 3)}
     other = make_request(1, prompt=30)
     paper.add(other)
-    request.params = make_request(0, max_tokens=len(request.output_ids) + 1).params  # no drafts any more: one row
+    paper.scheduler.ledger.max_outputs[request.slot] = len(request.output_ids) + 1  # no drafts any more: one row
     plan = paper.launch()
     assert plan.caps_np.tolist() == [0, 0]
     nulled = {(slot, index) for slot, index, page in plan.page_writes_np.tolist() if page == NULL_PAGE}
@@ -330,7 +343,7 @@ def test_drain_is_answered_only_with_something_in_flight():
         plan = paper.launch(lambda row, cap: (cap, int(rng.integers(cap + 1))))
         if plan is NoPlan.DRAIN:
             drained += 1
-            assert any(request.in_flight for request in paper.scheduler.running)
+            assert paper.scheduler.ledger.steps_in_flight.any()
         if plan is NoPlan.IDLE:
             assert paper.in_flight
         if len(paper.in_flight) == 2 or not isinstance(plan, StepPlan):
@@ -355,7 +368,7 @@ def test_finish_takes_a_request_out_of_every_state(state):
         paper.launch()
         if state == "prefilling":
             paper.collect()
-        assert request.is_prefilling
+        assert is_prefilling(paper.scheduler, request)
     elif state in ("in flight", "decoding"):
         paper.add(other, request)
         for _ in range(4):
@@ -370,7 +383,7 @@ def test_finish_takes_a_request_out_of_every_state(state):
         assert request.slot is None
     paper.abort(request.uid)
     assert request.finish_reason == "abort"
-    assert request.slot is None and not request.pages
+    assert request.slot is None and not paper.scheduler.pages_of(request)
     check_invariants(paper.scheduler)
     while paper.in_flight:
         assert request.uid not in [delta.request.uid for delta in paper.collect()]
