@@ -1,0 +1,190 @@
+"""Coupled acceptance on the device: the target's token of every output row, which drafts stand, slots moved forward.
+
+One pass over the logits: `_row_best` leaves the best token of each (row, tile), `_verdict` joins the tiles, compares
+with the drafts and counts; nothing of size [O, V] is written. Same tokens as `verify.accept.CoupledStep` with
+`ops.sample` and `ops.noise`, up to the rounding of logit / temperature + noise. A row's result depends on nothing but
+the row and its request, so plain decoding and verification agree bit for bit. Fixed launches, no host reads: all of
+it can be captured. Called by the engine's GPU path; knows nothing of how drafts or widths were chosen.
+
+Letters in shapes: B padded sequences, O padded output rows, V token ids, S drafts at most, N slots, L positions.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.noise import gumbel_run
+
+NUM_HEADER_COLUMNS = 3  # of `result`: width, num_accepted, invalid; the emitted tokens follow
+_INF = tl.constexpr(float("inf"))
+
+
+def accept_coupled(
+    logits: Tensor, num_token_ids: int, *, output_sequence: Tensor, output_offset: Tensor, cu_outputs: Tensor,
+    widths: Tensor, emits: Tensor, drafts: Tensor, slots: Tensor, num_given: Tensor, context: Tensor,
+    temperature: Tensor, seed: Tensor, result: Tensor, is_filtered: bool = False, token_ids: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fill `result` [B, S + 4] int32: width, num_accepted n, invalid (0 or 1), then y_0 .. y_S, valid up to y_n.
+
+    logits [O, V'] bf16 or fp32 of which the columns below num_token_ids count; output_sequence (-1: skip) and
+    output_offset [O], cu_outputs [B + 1], widths, slots, num_given [B] int64, emits [B] bool; drafts [B or more, S]
+    int64, or [D, S] if widths are 0 from row D on; context, seed [N + 1] int64, temperature [N + 1] fp32.
+    is_filtered: the logits come from `ops.sample.filter_logits`, that is, are divided by the temperature already.
+    token_ids [N + 1, L + 1] int32: if given, `apply` is done in the same launch.
+    Invalid: a row that a token was taken from holds NaN or +inf, or nothing but -inf.
+    """
+    num_outputs, num_drafts = logits.shape[0], result.shape[1] - NUM_HEADER_COLUMNS - 1
+    assert drafts.shape[1] >= num_drafts, (drafts.shape, result.shape)
+    peaks, scores, ids = row_best(
+        logits, num_token_ids, output_sequence=output_sequence, output_offset=output_offset, slots=slots,
+        num_given=num_given, context=context, temperature=temperature, seed=seed, is_filtered=is_filtered,
+    )  # fmt: skip
+    num_tiles = ids.shape[1]
+    _verdict[(len(widths),)](
+        peaks, scores, ids, num_tiles, num_outputs, num_token_ids, cu_outputs, widths, emits,
+        drafts, drafts.stride(0), num_drafts, slots, num_given, context, temperature,
+        result, result.stride(0), token_ids, 0 if token_ids is None else token_ids.stride(0),
+        IS_FILTERED=is_filtered, APPLY=token_ids is not None,
+        PLACES=triton.next_power_of_2(num_drafts + 1), TILES=triton.next_power_of_2(num_tiles),
+    )  # fmt: skip
+
+
+def row_best(
+    logits: Tensor, num_token_ids: int, *, output_sequence: Tensor, output_offset: Tensor, slots: Tensor,
+    num_given: Tensor, context: Tensor, temperature: Tensor, seed: Tensor, is_filtered: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Per row and tile of the vocabulary, [O, tiles] each: largest logit fp32, best score fp32, its token id int32.
+
+    The score is (logit - largest of the tile) / temperature + noise, so no small temperature can overflow; greedy:
+    0. Arguments as of `accept_coupled`. Rows that are skipped stay unwritten.
+    """
+    assert logits.stride(1) == 1, "the logits of a row must lie side by side"
+    num_outputs = logits.shape[0]
+    block = _block(num_outputs, num_token_ids)
+    num_tiles = triton.cdiv(num_token_ids, block)
+    peaks, scores = torch.empty(2, num_outputs, num_tiles, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(num_outputs, num_tiles, dtype=torch.int32, device=logits.device)
+    if num_outputs:
+        _row_best[(num_tiles, num_outputs)](
+            logits, logits.stride(0), num_token_ids, output_sequence, output_offset, slots, num_given, context,
+            temperature, seed, peaks, scores, ids,
+            IS_FILTERED=is_filtered, BLOCK=block, num_warps=4 if block <= 2048 else 8,
+        )  # fmt: skip
+    return peaks, scores, ids
+
+
+def apply(
+    result: Tensor, *, slots: Tensor, num_given: Tensor, emits: Tensor, context: Tensor, token_ids: Tensor
+) -> None:
+    """`device.state.apply_verdict` in one launch: context += given + n, the emitted tokens become known.
+
+    result [B, S + 4] int32 of `accept_coupled`; slots, num_given [B] int64; emits [B] bool; context [N + 1] int64;
+    token_ids [N + 1, L + 1] int32. Padding sequences share the scratch slot, which they leave as it is.
+    """
+    num_drafts = result.shape[1] - NUM_HEADER_COLUMNS - 1
+    _apply[(len(slots),)](
+        result, result.stride(0), num_drafts, slots, num_given, emits, context, token_ids, token_ids.stride(0),
+        PLACES=triton.next_power_of_2(num_drafts + 1),
+    )  # fmt: skip
+
+
+def _block(num_rows: int, num_token_ids: int) -> int:
+    """Tokens per program: few rows are cut finely to fill the device, many coarsely to save programs."""
+    block = 1024 if num_rows * num_token_ids <= 1 << 20 else 4096
+    whole_row: int = triton.next_power_of_2(num_token_ids)
+    return min(block, max(16, whole_row))
+
+
+@triton.jit
+def _row_best(
+    logits, row_stride, num_token_ids, output_sequence, output_offset, slots, num_given, context, temperature, seed,
+    peaks, scores, ids, IS_FILTERED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of one row."""
+    tile, row = tl.program_id(0), tl.program_id(1)
+    sequence = tl.load(output_sequence + row)
+    if sequence >= 0:
+        slot = tl.load(slots + sequence)
+        heat = tl.load(temperature + slot)
+        token_id = tile * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + row.to(tl.int64) * row_stride + token_id, mask=token_id < num_token_ids, other=-_INF)
+        x = x.to(tl.float32)
+        x = tl.where(x == x, x, _INF)  # NaN makes the row invalid as +inf does
+        peak, best = tl.max(x, axis=0, return_indices=True)
+        score = tl.full((), 0.0, tl.float32)
+        if heat > 0:
+            position = tl.load(context + slot) + tl.load(num_given + sequence) + tl.load(output_offset + row)
+            counter = tile * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+            scaled = x - tl.where(tl.abs(peak) < _INF, peak, 0.0)
+            if not IS_FILTERED:
+                scaled = scaled / heat
+            noisy = scaled + gumbel_run(tl.load(seed + slot), position, counter)
+            score, best = tl.max(noisy, axis=0, return_indices=True)
+        place = row * tl.num_programs(0) + tile
+        tl.store(peaks + place, peak)
+        tl.store(scores + place, score)
+        tl.store(ids + place, tile * BLOCK + best)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_outputs", "drafts_stride", "num_drafts", "result_stride"])
+def _verdict(
+    peaks, scores, ids, num_tiles, num_outputs, num_token_ids, cu_outputs, widths, emits,
+    drafts, drafts_stride, num_drafts, slots, num_given, context, temperature,
+    result, result_stride, token_ids, token_ids_stride,
+    IS_FILTERED: tl.constexpr, APPLY: tl.constexpr, PLACES: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """One program: one sequence, its rows times the tiles of the vocabulary."""
+    sequence = tl.program_id(0).to(tl.int64)
+    width, is_emitting = tl.load(widths + sequence), tl.load(emits + sequence)
+    slot = tl.load(slots + sequence)
+    heat = tl.load(temperature + slot)
+    place, tile = tl.arange(0, PLACES), tl.arange(0, TILES)
+    row = tl.load(cu_outputs + sequence) + place
+    is_row = (place <= width) & (place <= num_drafts) & (row < num_outputs) & (is_emitting != 0)
+    at = row[:, None] * num_tiles + tile[None, :]
+    is_tile = is_row[:, None] & (tile < num_tiles)[None, :]
+    peak = tl.load(peaks + at, mask=is_tile, other=-_INF)
+    top = tl.max(peak, axis=1)
+    below = tl.where(peak == top[:, None], 0.0, peak - top[:, None])
+    if not IS_FILTERED:
+        below = below / tl.where(heat > 0, heat, 1.0)
+    score = tl.where(is_tile, tl.load(scores + at, mask=is_tile, other=0.0) + below, -_INF)
+    _, best = tl.max(score, axis=1, return_indices=True)  # tiles ascend, so the first index wins ties
+    emitted = tl.load(ids + row * num_tiles + best, mask=is_row, other=0)
+    emitted = tl.minimum(emitted, num_token_ids - 1)  # an invalid row may name a masked id
+    is_draft = is_row & (place < width) & (place < num_drafts)
+    draft = tl.load(drafts + sequence * drafts_stride + place, mask=is_draft, other=-1)
+    num_accepted = tl.min(tl.where(is_draft & (draft == emitted), PLACES, place), axis=0)
+    is_bad = is_row & (place <= num_accepted) & ~(tl.abs(top) < _INF)
+    out = result + sequence * result_stride
+    tl.store(out, width.to(tl.int32))
+    tl.store(out + 1, num_accepted)
+    tl.store(out + 2, tl.max(is_bad.to(tl.int32), axis=0))
+    tl.store(out + 3 + place, emitted, mask=place <= num_drafts)
+    if APPLY:
+        given = tl.load(num_given + sequence)
+        _advance(slot, given, num_accepted, is_emitting, place, emitted, context, token_ids, token_ids_stride)
+
+
+@triton.jit(do_not_specialize=["result_stride", "num_drafts"])
+def _apply(
+    result, result_stride, num_drafts, slots, num_given, emits, context, token_ids, token_ids_stride,
+    PLACES: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PLACES)
+    out = result + sequence * result_stride
+    num_accepted = tl.load(out + 1)
+    emitted = tl.load(out + 3 + place, mask=place <= num_drafts, other=0)
+    slot, given = tl.load(slots + sequence), tl.load(num_given + sequence)
+    is_emitting = tl.load(emits + sequence)
+    _advance(slot, given, num_accepted, is_emitting, place, emitted, context, token_ids, token_ids_stride)
+
+
+@triton.jit
+def _advance(slot, given, num_accepted, is_emitting, place, emitted, context, token_ids, token_ids_stride):
+    start = tl.load(context + slot) + given  # position of y_0
+    wanted = (place <= num_accepted) & (is_emitting != 0)
+    tl.store(token_ids + slot * token_ids_stride + start + place, emitted, mask=wanted)
+    tl.store(context + slot, start + num_accepted)
