@@ -17,8 +17,11 @@ from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.models.decoder import Decoder
 from slipstream.models.drafters import BlockDrafter, load_drafter
 from slipstream.models.layers import prepack_networks
-from slipstream.models.locate import resolve_drafter, resolve_target
+from slipstream.models.locate import RANDOM, resolve_drafter, resolve_target
 from slipstream.models.probe import PROMPT, layout_agreement
+from slipstream.models.random_weights import random_decoder, random_drafter
+from slipstream.models.shapes import drafter_shape, shape_name, target_shape
+from slipstream.models.synthetic import synthetic_tokenizer
 from slipstream.models.tokenizer import Tokenizer, load_tokenizer
 from slipstream.models.weights import load_decoder
 
@@ -62,24 +65,55 @@ def load_models(
 ) -> Models:
     """Load a target (folder, .gguf file or built-in name), its tokenizer, and a drafter (folder, built-in name, or ngram).
 
+    `random:SHAPE` is a target, `random` or `random:SHAPE` a drafter whose weights are drawn at random (`models.shapes`).
     `layout` other than auto overrides what the drafter says about its rows (`SpeculativeConfig.draft_layout`).
     """
     notes: list[Note] = []
     on = choose_device(device, notes)
     kind = _dtype(dtype, on, notes)
-    path = resolve_target(model)
-    target = load_decoder(path, kind, on)
-    tokenizer = load_tokenizer(path)
-    folder = None if draft_model is None or draft_model == NGRAM else resolve_drafter(draft_model)
-    asked = None if layout == "auto" else layout
-    network = None if folder is None else load_drafter(folder, target, kind, on, asked)
-    if network is not None:
-        notes.append(("layout", network.spec.layout, network.spec.layout_reason))
+    target, tokenizer = _target(model, kind, on, notes)
+    network, folder = _drafter(draft_model, target, None if layout == "auto" else layout, notes)
     if prepack_networks(target, *([network] if network else [])):
         notes.append(("weights", "prepacked", "in the order in which this CPU multiplies bf16 matrices"))
-    if network is not None and network.spec.dialect != "slipstream":  # our own files say twice how they are read
+    both_trained = shape_name(model) is None and folder is not None
+    # Our own files say twice how they are read.
+    if network is not None and both_trained and network.spec.dialect != "slipstream":
         notes.append(_probe(target, network, tokenizer))
     return Models(target, tokenizer, network, model, draft_model, folder, tuple(notes))
+
+
+def _target(model: str, dtype: torch.dtype, device: torch.device, notes: list[Note]) -> tuple[Decoder, Tokenizer]:
+    shape = shape_name(model)
+    if shape is None:
+        path = resolve_target(model)
+        return load_decoder(path, dtype, device), load_tokenizer(path)
+    target = random_decoder(target_shape(shape), dtype, device)
+    notes.append(_drawn("model", model))
+    return target, synthetic_tokenizer(target.spec.vocab_size)
+
+
+def _drafter(
+    draft_model: str | None, target: Decoder, layout: str | None, notes: list[Note]
+) -> tuple[BlockDrafter | None, Path | None]:
+    """The network and the folder it came from, which one that was drawn at random does not have."""
+    if draft_model is None or draft_model == NGRAM:
+        return None, None
+    shape, folder = shape_name(draft_model), None
+    if shape is None:
+        folder = resolve_drafter(draft_model)
+        network = load_drafter(folder, target, layout=layout)
+    else:
+        network = random_drafter(drafter_shape(shape, target.spec, layout), target)
+        notes.append(_drawn("draft_model", draft_model))
+    notes.append(("layout", network.spec.layout, network.spec.layout_reason))
+    return network, folder
+
+
+def _drawn(field: str, name: str) -> Note:
+    """Whoever reads a figure of such a model has to know it, so it is not only a note."""
+    reason = "speed and memory are those of real ones, texts and acceptance mean nothing"
+    log.warning("%s %s: weights are %s; %s", field, name, RANDOM, reason)
+    return (f"{field}_weights", RANDOM, reason)
 
 
 def _probe(target: Decoder, network: BlockDrafter, tokenizer: Tokenizer) -> Note:

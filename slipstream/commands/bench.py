@@ -12,6 +12,7 @@ from slipstream.errors import ConfigError
 from slipstream.lab.bench_options import BenchOptions
 from slipstream.lab.report import probe_table, rows_table
 from slipstream.options import MODE_FLAGS, Options
+from slipstream.prompts import MadeUp, prompt_source
 
 
 def bench(
@@ -23,7 +24,9 @@ def bench(
         str | None, typer.Option(help="S, or several: 3,7. Default: what the drafter makes, at most 7.")
     ] = None,
     concurrency: Annotated[str | None, typer.Option(help="Requests at a time, or several: 1,8. Default: 1.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="JSON lines with turns. Default: a sample of gsm8k.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="JSON lines with turns, or random:N, N tokens each. Default: a sample of gsm8k.")
+    ] = None,
     requests: Annotated[int | None, typer.Option(help="Prompts per wave. Default: 4, or concurrency.")] = None,
     waves: Annotated[int | None, typer.Option(help="How often all modes take turns. Default: 3.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Output tokens at most. Default: 128.")] = None,
@@ -74,10 +77,13 @@ def _bench_options(options: Options) -> BenchOptions:
             fields[name] = as_tuple(options.command[name])
     if "num_speculative_tokens" in speculative:
         fields["num_speculative_tokens"] = as_tuple(speculative.pop("num_speculative_tokens"))
-    if not isinstance(options.command.get("prompts", ""), str | Path):
-        raise ConfigError(f"prompts is {options.command['prompts']!r}; give a path")
+    if not isinstance(options.command.get("prompts", ""), str):
+        raise ConfigError(f"prompts is {options.command['prompts']!r}; give a path, or random:N")
     if "prompts" in options.command:
-        fields["prompts"] = Path(options.command["prompts"])
+        fields["prompts"] = prompt_source(options.command["prompts"])
     fields |= {name: options.command[name] for name in ("requests", "waves", "probe") if name in options.command}
-    sampling = dataclasses.replace(options, sampling={"max_tokens": 128, **options.sampling}).sampling_params()
-    return BenchOptions(**fields, speculative=speculative, sampling=sampling)
+    # What is made up has no end of its own: answers go on to max_tokens, unless told otherwise.
+    sampling = {"max_tokens": 128, "ignore_eos": isinstance(fields.get("prompts"), MadeUp), **options.sampling}
+    return BenchOptions(
+        **fields, speculative=speculative, sampling=dataclasses.replace(options, sampling=sampling).sampling_params()
+    )

@@ -7,8 +7,10 @@ import typer
 
 from slipstream.config import MODES
 
-Model = Annotated[str | None, typer.Option(help="Folder, .gguf file or built-in name. Default: smollm2-135m.")]
-DRAFTER = "Drafter: folder, built-in name or ngram."
+Model = Annotated[
+    str | None, typer.Option(help="Folder, .gguf file, built-in name or random:SHAPE. Default: smollm2-135m.")
+]
+DRAFTER = "Drafter: folder, built-in name, ngram or random."
 Draft = Annotated[str | None, typer.Option("--draft", help=f"{DRAFTER} Default: none.")]
 MeasuredDraft = Annotated[
     str | None, typer.Option("--draft", help=f"{DRAFTER} Default: smollm2-135m-dspark, with the default model.")

@@ -16,7 +16,7 @@ from slipstream.lab.report import Settings, bench_row, ceiling_line
 from slipstream.lab.waves import Wave
 from slipstream.llm import LLM, Completion
 from slipstream.load import Models
-from slipstream.prompts import Messages, prompts_name, read_prompts, user
+from slipstream.prompts import MadeUp, Prompt, prompts_name, read_prompts, user
 from slipstream.rehearse import time_step
 
 STEP_CONTEXT = 192  # tokens of KV of the steps that are timed alone
@@ -31,10 +31,10 @@ class BenchResult:
 
 def run(options: BenchOptions, say: Callable[[str], None]) -> BenchResult:
     """Measure all cases; `say` gets one line per thing done."""
-    conversations = [user(prompt) for prompt in read_requests(options)]
+    texts = read_requests(options)
     models = load(options.model, options.draft, options.engine, options.speculative)
-    cases = options.cases()
-    llms = [start(models, case, options, conversations, say) for case in cases]
+    cases, prompts = options.cases(), wave_prompts(options, texts, models)
+    llms = [start(models, case, options, prompts, say) for case in cases]
     found = {**ceilings.ceilings(models.target), **step_times(llms)}
     say(ceiling_line(found))
     params = request_params(options.sampling, options.num_requests)
@@ -42,7 +42,7 @@ def run(options: BenchOptions, say: Callable[[str], None]) -> BenchResult:
     first: list[tuple[Completion, ...]] = []
     for number in range(options.waves):
         for index, (case, llm) in enumerate(zip(cases, llms, strict=True)):
-            wave, completions = run_wave(llm, conversations, params, options.probe)
+            wave, completions = run_wave(llm, prompts, params, options.probe)
             waves[index].append(wave)
             if number == 0:
                 first.append(completions)
@@ -52,7 +52,9 @@ def run(options: BenchOptions, say: Callable[[str], None]) -> BenchResult:
 
 
 def read_requests(options: BenchOptions) -> list[str]:
-    """The prompts of every wave."""
+    """The texts of every wave, none where prompts are made up."""
+    if isinstance(options.prompts, MadeUp):
+        return []
     found, wanted = read_prompts(options.prompts, limit=options.num_requests), options.num_requests
     if len(found) < wanted:
         raise ConfigError(
@@ -62,16 +64,29 @@ def read_requests(options: BenchOptions) -> list[str]:
     return found
 
 
+def wave_prompts(options: BenchOptions, texts: Sequence[str], models: Models) -> list[Prompt]:
+    """What every wave serves; prompts that are made up, and answers to them, have exactly the length asked for."""
+    if not isinstance(options.prompts, MadeUp):
+        return [user(text) for text in texts]
+    limit = int(options.engine.get("max_model_len") or models.target.spec.max_position_embeddings)
+    if options.prompts.num_tokens + options.sampling.max_tokens > limit:
+        raise ConfigError(
+            f"prompts {options.prompts} and max_tokens {options.sampling.max_tokens} go beyond {limit} positions; "
+            "lower one of them"
+        )
+    return [*options.prompts.draw(options.num_requests, models.vocab_size)]
+
+
 def start(
-    models: Models, case: Case, options: BenchOptions, conversations: Sequence[Messages], say: Callable[[str], None]
+    models: Models, case: Case, options: BenchOptions, prompts: Sequence[Prompt], say: Callable[[str], None]
 ) -> LLM:
     """An engine for one case, warmed up: its first steps, and the cost model if it makes one, are not timed."""
     say(f"starting {label(case)}")
     engine = {
-        **sizes(models, conversations, options.sampling.max_tokens, options.engine),
+        **sizes(models, prompts, options.sampling.max_tokens, options.engine),
         "max_num_seqs": case.concurrency,
     }
-    return warm_up(LLM(models, speculative=options.speculative_config(case), **engine), conversations)
+    return warm_up(LLM(models, speculative=options.speculative_config(case), **engine), prompts)
 
 
 def step_times(llms: Sequence[LLM]) -> dict[str, float]:

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from slipstream.config import MODES, SamplingParams, SpeculativeConfig
 from slipstream.errors import ConfigError
+from slipstream.prompts import PromptSource
 
 IGNORED_BY_MODE: Mapping[str, frozenset[str]] = {
     "off": frozenset(SpeculativeConfig.__dataclass_fields__),
@@ -32,7 +32,7 @@ class BenchOptions:
     modes: tuple[str, ...] = MODES
     num_speculative_tokens: tuple[int | None, ...] = (None,)  # None: the drafter's default
     concurrency: tuple[int, ...] = (1,)
-    prompts: Path | None = None  # None: the built-in sample
+    prompts: PromptSource = None
     requests: int | None = None  # per wave; None: 4, or as many as run at a time
     waves: int = 3
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=128))

@@ -13,7 +13,8 @@ from slipstream.lab.critical_path import critical_path
 from slipstream.lab.waves import NO_CRITICAL_PATH, Answer, Wave, ttft_in_turn_ms
 from slipstream.llm import LLM, Completion
 from slipstream.load import Models, load_models
-from slipstream.prompts import Messages
+from slipstream.models.tokenizer import Tokenizer
+from slipstream.prompts import Prompt
 
 WARM_UP_TOKENS = 8
 WEIGHT_FIELDS = frozenset({"dtype", "device"})  # of EngineConfig: they say how weights are loaded
@@ -25,25 +26,35 @@ def load(model: str, draft: str | None, engine: Mapping[str, Any], speculative: 
     return load_models(model, draft, layout=speculative.get("draft_layout", "auto"), **kinds)
 
 
-def sizes(
-    models: Models, conversations: Sequence[Messages], max_tokens: int, engine: Mapping[str, Any]
-) -> dict[str, Any]:
+def sizes(models: Models, prompts: Sequence[Prompt], max_tokens: int, engine: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of EngineConfig: what was asked for, and room for the longest request unless that was asked for too."""
     asked = {name: value for name, value in engine.items() if name not in WEIGHT_FIELDS}
-    return {"max_model_len": positions_needed(models, conversations, max_tokens), **asked}
+    return {"max_model_len": positions_needed(models, prompts, max_tokens), **asked}
 
 
-def positions_needed(models: Models, conversations: Sequence[Messages], max_tokens: int) -> int:
+def positions_needed(models: Models, prompts: Sequence[Prompt], max_tokens: int) -> int:
     """Room for the longest request and a block beyond it, so that small benches do not reserve a whole context."""
-    longest = max(len(models.tokenizer.encode(models.tokenizer.chat(messages))) for messages in conversations)
+    longest = max(len(token_ids(models.tokenizer, prompt)) for prompt in prompts)
     return min(longest + max_tokens + 32, models.target.spec.max_position_embeddings)
 
 
-def warm_up(llm: LLM, conversations: Sequence[Messages]) -> LLM:
+def warm_up(llm: LLM, prompts: Sequence[Prompt]) -> LLM:
     """As many requests as run at a time: its first steps, and the cost model if it makes one, are not timed."""
     at_once = llm.engine.scheduler.limits.max_num_seqs
-    llm.chat(conversations[:at_once], SamplingParams(max_tokens=WARM_UP_TOKENS))
+    answer(llm, prompts[:at_once], SamplingParams(max_tokens=WARM_UP_TOKENS))
     return llm
+
+
+def answer(
+    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+) -> tuple[Completion, ...]:
+    """Answers in the order of the prompts; conversations become tokens here, as in `LLM.chat`."""
+    return tuple(llm.generate([token_ids(llm.tokenizer, prompt) for prompt in prompts], params))
+
+
+def token_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+    """Of a conversation through the chat template; a prompt of token ids is taken as it is."""
+    return list(prompt) if isinstance(prompt, tuple) else tokenizer.encode(tokenizer.chat(prompt))
 
 
 def request_params(sampling: SamplingParams, count: int) -> list[SamplingParams]:
@@ -53,13 +64,13 @@ def request_params(sampling: SamplingParams, count: int) -> list[SamplingParams]
 
 
 def run_wave(
-    llm: LLM, conversations: Sequence[Messages], params: Sequence[SamplingParams], probe: bool = False
+    llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams], probe: bool = False
 ) -> tuple[Wave, tuple[Completion, ...]]:
     """All requests once, at most `max_num_seqs` at a time."""
     recorder = llm.record() if probe else None  # a new one, empty
     steps_before = llm.engine.num_decode_steps
     begin = time.perf_counter()
-    completions = tuple(llm.chat(conversations, params))
+    completions = answer(llm, prompts, params)
     wall_s = time.perf_counter() - begin
     first_token_ms = ttft_in_turn_ms([c.timing for c in completions], llm.engine.scheduler.limits.max_num_seqs)
     answers = tuple(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from slipstream.errors import CheckpointError
 
+RANDOM = "random"  # begins the names of models without files (`shapes`); a folder of that name is ./random
 # Built-in target -> (package that holds it, file within, how to install it).
 TARGETS: Mapping[str, tuple[str, str, str]] = {
     "smollm2-135m": (
@@ -25,6 +26,7 @@ def resolve_target(name: str) -> Path:
     """The folder or `.gguf` file of a target; raises CheckpointError saying what was looked for and the remedy."""
     if name in TARGETS:
         return _packaged(name)
+    _refuse_random(name)
     path = _path(name)
     if path.is_file() and path.suffix != ".gguf":
         raise CheckpointError(f"{path} is a file, but not a .gguf file; give a model folder or a .gguf file")
@@ -33,7 +35,7 @@ def resolve_target(name: str) -> Path:
     if not path.exists():
         raise CheckpointError(
             f"there is no model {name!r}; give a folder in Hugging Face layout, a .gguf file, "
-            f"or a built-in name ({', '.join(TARGETS)})"
+            f"a built-in name ({', '.join(TARGETS)}), or random:SHAPE"
         )
     return path
 
@@ -43,13 +45,19 @@ def resolve_drafter(name: str) -> Path:
     built_in = built_in_drafters()
     if name in built_in:
         return built_in[name]
+    _refuse_random(name)
     path = _path(name)
     if (path / "config.json").is_file():
         return path
     if path.exists():
         raise CheckpointError(f"{path} is not a drafter folder: it has no config.json")
     known = ", ".join(built_in) or "none is installed"
-    raise CheckpointError(f"there is no drafter {name!r}; give a folder, a built-in name ({known}) or ngram")
+    raise CheckpointError(f"there is no drafter {name!r}; give a folder, a built-in name ({known}), ngram or random")
+
+
+def _refuse_random(name: str) -> None:
+    if str(name).partition(":")[0] == RANDOM:  # a Path will do as well
+        raise CheckpointError(f"{name} has random weights and no files, and this needs files; name a folder")
 
 
 def _path(name: str) -> Path:

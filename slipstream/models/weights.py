@@ -48,16 +48,17 @@ def load_decoder(path: Path, dtype: torch.dtype, device: torch.device | str = "c
     path = Path(path)
     if path.is_file():
         with GGUFFile(path) as file:
-            decoder = _empty(file.spec(), dtype, device)
+            decoder = empty_decoder(file.spec(), dtype, device)
             fill(decoder, _from_numpy(file), source=str(path))
         return decoder
-    decoder = _empty(read_spec(path), dtype, device)
+    decoder = empty_decoder(read_spec(path), dtype, device)
     aliases = {"lm_head.weight": "embed_tokens.weight"} if decoder.spec.tie_word_embeddings else {}
     fill(decoder, read_tensors(path), source=str(path), aliases=aliases)
     return decoder
 
 
-def _empty(spec: DecoderSpec, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+def empty_decoder(spec: DecoderSpec, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+    """A target whose weights are not set yet. Raises CapacityError where it does not fit in memory."""
     try:
         return Decoder(spec, dtype=dtype, device=device)
     except (RuntimeError, MemoryError) as error:  # torch's lack of memory is a RuntimeError

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.prompts import prompts_name, read_prompts, user
+from slipstream.prompts import MadeUp, prompt_source, prompts_name, read_prompts, user
 
 
 def test_prompts_come_in_the_order_of_the_file(tmp_path: Path) -> None:
@@ -54,3 +54,26 @@ def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:
 def test_a_missing_prompt_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.jsonl"):
         read_prompts(tmp_path / "absent.jsonl")
+
+
+def test_made_up_prompts_have_exactly_the_length_asked_for() -> None:
+    source = prompt_source("random:128")
+    assert source == MadeUp(128)
+    assert prompts_name(source) == "random:128"
+    assert isinstance(source, MadeUp)
+    drawn = source.draw(4, vocab_size=50)
+    assert [len(ids) for ids in drawn] == [128] * 4
+    assert len(set(drawn)) == 4
+    assert all(0 <= token < 50 for ids in drawn for token in ids)
+    assert source.draw(2, vocab_size=50) == drawn[:2], "the same in every case and run"
+
+
+def test_a_file_of_prompts_is_a_path() -> None:
+    assert prompt_source("random.jsonl") == Path("random.jsonl")
+    assert prompt_source("./random:8") == Path("random:8")
+
+
+@pytest.mark.parametrize("text", ["random:", "random:0", "random:-1", "random:many", "random:1.5"])
+def test_a_length_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"random:128"):
+        prompt_source(text)
