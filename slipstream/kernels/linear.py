@@ -23,7 +23,7 @@ from slipstream.kernels.norm import rms_norm
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
-    """How one product is cut up. All but the flags are powers of two (`stages` is not), rows and depth at least 16."""
+    """How one product is cut up. All sizes but `stages` are powers of two, rows and depth at least 16."""
 
     rows: int  # of x, per program
     columns: int  # rows of the weight, per program
@@ -41,7 +41,7 @@ class Tile:
 TUNED: Mapping[tuple[int, int], tuple[tuple[int, Tile | None], ...]] = {}
 
 _NUM_PROGRAMS = 132  # multiprocessors of an H100 or H200
-_STAGED_BYTES = 96 * 1024  # per program, of 227 KB: two fit on a multiprocessor
+_STAGED_BYTES = 112 * 1024  # per program: two fit into the 227 KB of a multiprocessor
 _FEW_ROWS = 16
 _PREFETCHED_BYTES = 4096  # of each row of the weight; 64 KB for 16 rows
 
@@ -94,6 +94,18 @@ def _product(
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     x_rows = x + tl.minimum(rows, num_rows - 1).to(tl.int64) * x_stride
 
+    if GATED:
+        outputs = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    else:
+        outputs = columns
+    offsets = rows.to(tl.int64)[:, None] * out_stride + outputs[None, :]
+    keep = (rows < num_rows)[:, None] & (outputs < NUM_OUT)[None, :]
+    # Asked for now, needed last: after the loop each would cost its own trip to memory.
+    if residual is not None:
+        former = tl.load(residual + offsets, mask=keep, other=0.0)
+    if bias is not None:
+        biases = tl.load(bias + weight_ids)
+
     inputs = tl.arange(0, LANES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]  # [lanes, k]
     x_tile = x_rows[None, :, None] + inputs[:, None, :]  # [lanes, m, k]
     weight_tile = weight_rows[None, None, :] + inputs[:, :, None]  # [lanes, k, n]
@@ -118,15 +130,12 @@ def _product(
     if norm is not None:
         y *= tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / NUM_IN + eps)[:, None]
     if bias is not None:
-        y += tl.load(bias + weight_ids).to(tl.float32)[None, :]
+        y += biases.to(tl.float32)[None, :]
     if GATED:
         gate, up = tl.split(tl.reshape(y, (BLOCK_M, BLOCK_N // 2, 2)))
         y = gate * tl.sigmoid(gate) * up
-        columns = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    offsets = rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
-    keep = (rows < num_rows)[:, None] & (columns < NUM_OUT)[None, :]
     if residual is not None:
-        y += tl.load(residual + offsets, mask=keep, other=0.0).to(tl.float32)
+        y += former.to(tl.float32)
     tl.store(out + offsets, y.to(out.dtype.element_ty), mask=keep)
 
 
@@ -161,14 +170,14 @@ def choose_tile(num_rows: int, weight: Tensor, has_norm: bool) -> Tile | None:
 
 
 def guess_tile(weight: Tensor, has_norm: bool) -> Tile:
-    """For up to 16 rows and a shape that nobody has tuned: a program for each multiprocessor, all its loads ahead."""
+    """For up to 16 rows and a shape that nobody has tuned: enough programs for all multiprocessors, many loads ahead."""
     num_rows, num_in = weight.shape
-    columns = 16
-    while columns < 64 and num_rows >= 2 * columns * _NUM_PROGRAMS:
+    half = weight.element_size() == 2
+    columns, lanes, depth = 16, 4, 32 if half else 16
+    while half and columns < 64 and num_rows >= 2 * columns * _NUM_PROGRAMS:
         columns *= 2
-    lanes, depth = 4, 64 if num_in >= 2048 else 32
-    while depth > 16 and lanes * depth >= 2 * num_in:
-        depth //= 2
+    while lanes > 1 and lanes * depth >= 2 * num_in:
+        lanes //= 2
     stage_bytes = lanes * depth * (columns + _FEW_ROWS * (1 + has_norm)) * weight.element_size()
     turns = triton.cdiv(num_in, lanes * depth)
     stages = max(2, min(_STAGED_BYTES // stage_bytes, turns + 1, 8))
