@@ -87,6 +87,7 @@ class CostModel:
         self._covariance_np = np.diag(self._prior_np)
         self._step = step
         self._draft_factor = 1.0
+        self._draft_ms: dict[tuple[int, int], float] = {}  # fitted, by (length, sequences) asked for so far
 
     @property
     def step(self) -> StepCost:
@@ -94,7 +95,13 @@ class CostModel:
         return self._step
 
     def draft_ms(self, length: int, num_sequences: int = 1) -> float:
-        return self._draft_factor * self.fitted_draft.at(length, num_sequences)
+        return self._draft_factor * self._fitted_draft_ms(length, num_sequences)
+
+    def _fitted_draft_ms(self, length: int, num_sequences: int) -> float:
+        ms = self._draft_ms.get((length, num_sequences))
+        if ms is None:
+            ms = self._draft_ms[length, num_sequences] = self.fitted_draft.at(length, num_sequences)
+        return ms
 
     @property
     def factors(self) -> Floats:
@@ -118,13 +125,17 @@ class CostModel:
         """
         if not self.corrects or not math.isfinite(measured_ms) or measured_ms <= 0 or rows < 1:
             return
-        parts = np.append(self.fitted.parts(rows, kv_rows, kv), self.fitted_draft.at(draft_length, num_sequences))
+        weight = np.empty_like(self._log_np)
+        weight[:-2] = self.fitted.parts(rows, kv_rows, kv)
+        weight[-2] = self._fitted_draft_ms(draft_length, num_sequences)
+        parts = weight[:-1]
         parts *= self.factors
-        predicted = float(parts.sum())
+        predicted = float(np.add.reduce(parts))
         if predicted <= 0:
             return
-        error = float(np.clip(math.log(measured_ms / predicted), -self.MAX_ERROR, self.MAX_ERROR))
-        self._follow(np.append(parts / predicted, 1.0), error)
+        parts /= predicted
+        weight[-1] = 1.0
+        self._follow(weight, max(-self.MAX_ERROR, min(self.MAX_ERROR, math.log(measured_ms / predicted))))
         self.num_observed += 1
         if self.num_observed % self.REFRESH == 0:
             self._step = self.fitted.scaled(self.factors[:-1])
@@ -133,14 +144,16 @@ class CostModel:
     def _follow(self, weight: Floats, error: float) -> None:
         """One step of the filter: `error` of the log time, to which each log factor contributes by its `weight`."""
         kept = 1 - self.FORGET
-        self._log_np *= kept
-        self._covariance_np *= kept * kept
-        self._covariance_np[np.diag_indices_from(self._covariance_np)] += (1 - kept * kept) * self._prior_np
-        spread = self._covariance_np @ weight
+        log, covariance, bound = self._log_np, self._covariance_np, self._bound_np
+        log *= kept
+        covariance *= kept * kept
+        covariance.reshape(-1)[:: len(log) + 1] += (1 - kept * kept) * self._prior_np  # the diagonal
+        spread = covariance @ weight
         gain = spread / (float(weight @ spread) + self.NOISE)
-        self._log_np += gain * error
-        self._covariance_np -= np.outer(gain, spread)
-        np.clip(self._log_np, -self._bound_np, self._bound_np, out=self._log_np)
+        log += gain * error
+        covariance -= gain[:, None] * spread
+        np.maximum(log, -bound, out=log)
+        np.minimum(log, bound, out=log)
 
 
 # ----------------------------------------------------------------------------------------------------------------- file

@@ -42,23 +42,40 @@ LAG_VARIANCE = 0.05  # of a lagged survival, by which the prior slope is weighed
 def clean(signal_np: Float32s) -> Floats:
     """[n, d] probabilities in [0, 1]; a value that is not finite counts as 0, and so does everything after it."""
     signal = signal_np.astype(np.float64)
+    lowest, highest = _extremes(signal)
+    if lowest >= 0.0 and highest <= 1.0:  # neither holds where a value is no number
+        return signal
     finite = np.isfinite(signal)
     if not finite.all():
         signal = np.where(np.logical_and.accumulate(finite, axis=1), signal, 0.0)
     return np.clip(signal, 0.0, 1.0, out=signal)
 
 
-def _of_class(table_np: Floats, class_np: Ints) -> Floats:
-    """[n or 1, d] rows of a [2, d] table; one row where all are of one class."""
-    if len(class_np) and (class_np == class_np[0]).all():
-        return table_np[class_np[0] : class_np[0] + 1]
-    return table_np[class_np]
+def _extremes(values_np: Floats) -> tuple[float, float]:
+    """The least and the greatest; (1, 0) of nothing."""
+    if values_np.size == 0:
+        return 1.0, 0.0
+    return float(np.minimum.reduce(values_np, axis=None)), float(np.maximum.reduce(values_np, axis=None))
+
+
+def _within(values_np: Floats, low: float, high: float) -> Floats:
+    """np.clip in place, at half its overhead."""
+    np.maximum(values_np, low, out=values_np)
+    return np.minimum(values_np, high, out=values_np)
+
+
+def _rows_of(class_np: Ints) -> "slice | Ints":
+    """Index of a [2, d] table that gives [n or 1, d]: one row where all are of one class."""
+    num_sampled = int(np.add.reduce(class_np))
+    if num_sampled == 0:
+        return slice(0, 1)
+    return slice(1, 2) if num_sampled == len(class_np) else class_np
 
 
 class SurvivalModel:
     """Calibration (from a file, corrected by outcomes), the prior, and the map from lagged to fresh survival.
 
-    With `learns` off nothing moves and the lag map is the identity: decisions then follow the signal alone.
+    Tables that follow from what was learned are made when something is learned, which is off the path to a decision.
     """
 
     def __init__(self, num_drafts: int, scale_np: Floats | None = None, *, learns: bool = True) -> None:
@@ -72,53 +89,67 @@ class SurvivalModel:
         self._prior_np = halves.copy()
         self._prior_weight_np = np.full((2, num_drafts), MEAN_WEIGHT)
         self._lag = _LagMap(halves)
+        self._tabulate_calibration()
+        self._tabulate_prior()
+
+    def _tabulate_calibration(self) -> None:
+        pairs = np.stack([self._scale_np, self._shift_np], axis=-1)
+        moved = np.flatnonzero((pairs != (1.0, 0.0)).any(axis=(0, 2)))
+        self._calibration_np = pairs.astype(np.float32)
+        self._first_moved = int(moved[0]) if len(moved) else self.num_drafts  # before it, confidence is the raw signal
+
+    def _tabulate_prior(self) -> None:
+        self._falling_prior_np = np.minimum.accumulate(self._prior_np, axis=1)
+        before = np.concatenate([np.ones((2, 1)), self._falling_prior_np[:, :-1]], axis=1)
+        self._prior_ratio_np = self._falling_prior_np / np.maximum(before, EDGE)
 
     # ------------------------------------------------------------------------------------------------------ reading
 
     @property
     def calibration_np(self) -> Float32s:
-        """[2, S, 2] (scale, shift): confidence = sigmoid(logit(clip(raw, 1e-6, 1 - 1e-6)) * scale + shift)."""
-        return np.stack([self._scale_np, self._shift_np], axis=-1).astype(np.float32)
+        """[2, S, 2] (scale, shift): confidence = sigmoid(logit(clip(raw, 1e-6, 1 - 1e-6)) * scale + shift).
+
+        A new array whenever it changes.
+        """
+        return self._calibration_np
 
     def confidence(self, signal_np: Float32s, class_np: Ints) -> Floats:
         """[n, d] calibrated P(draft j accepted | drafts before j accepted). A raw value of 0 (or none) stays 0."""
         raw = clean(signal_np)
         length = raw.shape[1]
-        scale, shift = self._scale_np[:, :length], self._shift_np[:, :length]
-        if not shift.any() and (scale == 1.0).all():
+        if length <= self._first_moved:
             return raw
-        kept = np.clip(raw, EDGE, 1 - EDGE)
-        logit = np.log(kept / (1 - kept)) * _of_class(scale, class_np) + _of_class(shift, class_np)
+        rows = _rows_of(class_np)
+        kept = _within(raw.copy(), EDGE, 1 - EDGE)
+        logit = np.log(kept / (1 - kept)) * self._scale_np[rows, :length] + self._shift_np[rows, :length]
         calibrated: Floats = 1 / (1 + np.exp(-logit))
-        calibrated[raw == 0.0] = 0.0
+        if not raw.all():
+            calibrated[raw == 0.0] = 0.0
         return calibrated
 
     def fresh(self, signal_np: Float32s, class_np: Ints) -> Floats:
         """[n, d] survival of the drafts that the signal speaks of."""
-        survival: Floats = np.cumprod(self.confidence(signal_np, class_np), axis=1, dtype=np.float64)
-        return survival
+        return survival_of(self.confidence(signal_np, class_np))
 
     def prior(self, class_np: Ints) -> Floats:
         """[n, S] what is expected of a row about which nothing is known; not rising along the row."""
-        return np.minimum.accumulate(self._prior_np, axis=1)[class_np]
+        return self._falling_prior_np[class_np]
 
     def extend(self, survival_np: Floats, lengths_np: Ints, class_np: Ints) -> Floats:
         """[n, S] the rows carried on beyond their lengths as the prior would: a_j = a_{j-1} * prior_j / prior_{j-1}."""
         if (lengths_np == self.num_drafts).all():
             return survival_np
-        prior = self.prior(class_np)
-        before = np.concatenate([np.ones((len(prior), 1)), prior[:, :-1]], axis=1)
-        ratio = prior / np.maximum(before, EDGE)
         covered = np.arange(self.num_drafts) < lengths_np[:, None]
-        last = np.where(lengths_np > 0, survival_np[np.arange(len(prior)), np.maximum(lengths_np - 1, 0)], 1.0)
-        onward = last[:, None] * np.cumprod(np.where(covered, 1.0, ratio), axis=1)
+        last = survival_np[np.arange(len(survival_np)), np.maximum(lengths_np - 1, 0)]
+        last[lengths_np == 0] = 1.0
+        onward = last[:, None] * survival_of(np.where(covered, 1.0, self._prior_ratio_np[_rows_of(class_np)]))
         return np.where(covered, survival_np, onward)
 
     def predict(self, lagged_np: Floats, class_np: Ints) -> Floats:
         """[n, S] this step's survival, expected from the last step's: lag map, clip, running minimum."""
         if not self.learns:
             return np.minimum.accumulate(lagged_np, axis=1)
-        mapped = np.clip(self._lag.apply(lagged_np, class_np), 0.0, 1.0)
+        mapped = _within(self._lag.apply(lagged_np, class_np), 0.0, 1.0)
         return np.minimum.accumulate(mapped, axis=1)
 
     # ----------------------------------------------------------------------------------------------------- learning
@@ -126,19 +157,18 @@ class SurvivalModel:
     def teach_survival(
         self, fresh_np: Floats, lagged_np: Floats, lagged_lengths_np: Ints, class_np: Ints, teaches_np: Bools
     ) -> None:
-        """One step's fresh survivals [n, d], with the lagged ones [n, S] of the same rows (length 0: none).
+        """One step's fresh survivals [n, d], with the lagged ones [n, d or more] of the same rows (length 0: none).
 
         Every drafted position is there, whatever was verified, so that nothing is learned from a censored outcome.
         """
         if not self.learns:
             return
         length = fresh_np.shape[1]
-        for label in (0, 1):
-            rows = np.flatnonzero((class_np == label) & teaches_np)
-            if len(rows):
-                self._teach_prior(label, fresh_np[rows])
-                pairs = np.arange(length) < lagged_lengths_np[rows, None]
-                self._lag.teach(label, lagged_np[rows, :length], fresh_np[rows], pairs)
+        pairs = np.arange(length) < lagged_lengths_np[:, None]
+        for label, rows in _rows_by_class(class_np, teaches_np):
+            self._teach_prior(label, fresh_np[rows])
+            self._lag.teach(label, lagged_np[rows, :length], fresh_np[rows], pairs[rows])
+        self._tabulate_prior()
 
     def _teach_prior(self, label: int, fresh_np: Floats) -> None:
         count, length = fresh_np.shape
@@ -146,7 +176,7 @@ class SurvivalModel:
         weight *= DECAY
         weight += count
         prior = self._prior_np[label, :length]
-        prior += (fresh_np.mean(axis=0) - prior) * (count / weight)
+        prior += (np.add.reduce(fresh_np, axis=0) / count - prior) * (count / weight)
 
     def teach_outcomes(
         self, confidence_np: Floats, widths_np: AnyInts, accepted_np: AnyInts, class_np: Ints, teaches_np: Bools
@@ -159,24 +189,48 @@ class SurvivalModel:
         """
         if not self.learns:
             return
-        length = confidence_np.shape[1]
-        position = np.arange(length)
-        counts = (position < widths_np[:, None]) & (position <= accepted_np[:, None]) & teaches_np[:, None]
-        counts &= confidence_np > 0  # 0 also stands for a signal that was not finite
-        was_accepted = position < accepted_np[:, None]
-        for label in (0, 1):
-            trials = counts & (class_np == label)[:, None]
-            if not trials.any():
-                continue
-            error = np.where(trials, was_accepted - confidence_np, 0.0).sum(axis=0)
-            information = np.where(trials, confidence_np * (1 - confidence_np), 0.0).sum(axis=0)
-            shift = self._shift_np[label, :length]
-            known = self._information_np[label, :length]
-            known *= DECAY
-            known += information
-            step = (error - (1 - DECAY) * SHIFT_INFORMATION * shift) / (known + SHIFT_INFORMATION)
-            shift += np.clip(step, -MAX_SHIFT_STEP, MAX_SHIFT_STEP)
-            np.clip(shift, -MAX_SHIFT, MAX_SHIFT, out=shift)
+        position = np.arange(confidence_np.shape[1])
+        last = np.where(teaches_np, np.minimum(widths_np - 1, accepted_np), -1)  # [n] the last position that counts
+        counts = (position <= last[:, None]) & (confidence_np > 0)  # 0 also stands for a signal that was not finite
+        error = (position < accepted_np[:, None]) - confidence_np
+        information = confidence_np * (1 - confidence_np)
+        rows = _rows_of(class_np)
+        for label in (rows.start,) if isinstance(rows, slice) else (0, 1):
+            trials = counts if isinstance(rows, slice) else counts & (class_np == label)[:, None]
+            if trials.any():
+                self._move_shift(label, _sum_where(trials, error), _sum_where(trials, information))
+        self._tabulate_calibration()
+
+    def _move_shift(self, label: int, error_np: Floats, information_np: Floats) -> None:
+        """[d] sums over the outcomes of one step."""
+        shift = self._shift_np[label, : len(error_np)]
+        known = self._information_np[label, : len(error_np)]
+        known *= DECAY
+        known += information_np
+        step = (error_np - (1 - DECAY) * SHIFT_INFORMATION * shift) / (known + SHIFT_INFORMATION)
+        shift += _within(step, -MAX_SHIFT_STEP, MAX_SHIFT_STEP)
+        _within(shift, -MAX_SHIFT, MAX_SHIFT)
+
+
+def survival_of(confidence_np: Floats) -> Floats:
+    """[n, d] running products: what `SurvivalModel.fresh` makes of confidences."""
+    survival: Floats = np.multiply.accumulate(confidence_np, axis=1)
+    return survival
+
+
+def _rows_by_class(class_np: Ints, teaches_np: Bools) -> "list[tuple[int, slice | Ints]]":
+    """(class, index of its rows that teach), of classes that have any."""
+    rows = _rows_of(class_np)
+    if isinstance(rows, slice) and teaches_np.all():
+        return [(rows.start, slice(None))] if len(class_np) else []
+    found = [(label, np.flatnonzero((class_np == label) & teaches_np)) for label in (0, 1)]
+    return [(label, rows) for label, rows in found if len(rows)]
+
+
+def _sum_where(mask_np: Bools, values_np: Floats) -> Floats:
+    """[d] sum over the rows, of what the mask [n, d] lets through."""
+    total: Floats = np.add.reduce(np.where(mask_np, values_np, 0.0), axis=0)
+    return total
 
 
 class _LagMap:
@@ -192,50 +246,58 @@ class _LagMap:
         self._start_np = start_np
         self._start_weight_np = np.full_like(start_np, MEAN_WEIGHT)
         self._weight_np = np.zeros_like(start_np)
-        self._mean_x_np = np.zeros_like(start_np)
-        self._mean_y_np = np.zeros_like(start_np)
-        self._sum_xx_np = np.zeros_like(start_np)  # centred
-        self._sum_xy_np = np.zeros_like(start_np)
+        self._mean_np = np.zeros((2, *start_np.shape))  # of x and y
+        self._sum_np = np.zeros((2, *start_np.shape))  # of xx and xy, centred
+        self._tabulate()
+
+    def _tabulate(self) -> None:
+        """The line of every class and position: y = base + slope * x."""
+        mean_x, mean_y = self.means()
+        self._slope_np = self.slope()
+        self._base_np = mean_y - self._slope_np * mean_x
 
     def slope(self) -> Floats:
         prior = PRIOR_WEIGHT * LAG_VARIANCE
-        slope: Floats = (self._sum_xy_np + prior * LAG_SLOPE) / (self._sum_xx_np + prior)
+        slope: Floats = (self._sum_np[1] + prior * LAG_SLOPE) / (self._sum_np[0] + prior)
         return slope
 
     def means(self) -> tuple[Floats, Floats]:
         """Of lagged and of fresh survival, with their start."""
         total = self._weight_np + self._start_weight_np
-        start = self._start_weight_np * self._start_np
-        return (self._weight_np * self._mean_x_np + start) / total, (self._weight_np * self._mean_y_np + start) / total
+        mean_x, mean_y = (self._weight_np * self._mean_np + self._start_weight_np * self._start_np) / total
+        return mean_x, mean_y
 
     def apply(self, lagged_np: Floats, class_np: Ints) -> Floats:
-        slope, (mean_x, mean_y) = self.slope(), self.means()
-        base = mean_y - slope * mean_x
-        mapped: Floats = _of_class(base, class_np) + _of_class(slope, class_np) * lagged_np
+        rows = _rows_of(class_np)
+        mapped: Floats = self._base_np[rows] + self._slope_np[rows] * lagged_np
         return mapped
 
     def teach(self, label: int, lagged_np: Floats, fresh_np: Floats, pairs_np: Bools) -> None:
         """`pairs_np` [n, d]: where both survivals are there."""
-        count = pairs_np.sum(axis=0)
-        at = (label, np.flatnonzero(count))
-        if not count.any():
-            return
-        lagged_np, fresh_np, pairs_np = lagged_np[:, at[1]], fresh_np[:, at[1]], pairs_np[:, at[1]]
-        count = count[at[1]]
-        mean_x = np.where(pairs_np, lagged_np, 0.0).sum(axis=0) / count
-        mean_y = np.where(pairs_np, fresh_np, 0.0).sum(axis=0) / count
-        dx = np.where(pairs_np, lagged_np - mean_x, 0.0)
-        dy = np.where(pairs_np, fresh_np - mean_y, 0.0)
+        # [2, d, n] and [d, n]: sums run along memory
+        xy, pairs = np.stack([lagged_np.T, fresh_np.T]), np.ascontiguousarray(pairs_np.T)
+        count: Ints = np.add.reduce(pairs, axis=1, dtype=np.int64)
+        positions: slice | Ints = slice(0, len(pairs))
+        if not count.all():
+            positions = np.flatnonzero(count)
+            if not len(positions):
+                return
+            xy, pairs, count = xy[:, positions], pairs[positions], count[positions]
+        mean = np.add.reduce(np.where(pairs, xy, 0.0), axis=2) / count
+        off = np.where(pairs, xy - mean[:, :, None], 0.0)
+        self._merge((label, positions), count, mean, np.add.reduce(off[0] * off, axis=2))
+
+    def _merge(self, at: "tuple[int, slice | Ints]", count: Ints, mean: Floats, total: Floats) -> None:
+        """Add `count` pairs with their means [2, d] and centred sums [2, d] to what was seen before, which fades."""
+        each = slice(None), *at
         old = self._weight_np[at] * DECAY
         new = old + count
-        off_x, off_y = mean_x - self._mean_x_np[at], mean_y - self._mean_y_np[at]
-        between = old * count / new
-        self._sum_xx_np[at] = self._sum_xx_np[at] * DECAY + (dx * dx).sum(axis=0) + between * off_x * off_x
-        self._sum_xy_np[at] = self._sum_xy_np[at] * DECAY + (dx * dy).sum(axis=0) + between * off_x * off_y
-        self._mean_x_np[at] += off_x * (count / new)
-        self._mean_y_np[at] += off_y * (count / new)
+        off = mean - self._mean_np[each]
+        self._sum_np[each] = self._sum_np[each] * DECAY + total + (old * count / new) * off[0] * off
+        self._mean_np[each] += off * (count / new)
         self._weight_np[at] = new
         self._start_weight_np[at] *= DECAY
+        self._tabulate()
 
 
 # ----------------------------------------------------------------------------------------------------- calibration file
