@@ -1,0 +1,190 @@
+"""Head norms, rotation and the KV write in one launch, in Triton.
+
+Between the packed projection and attention every head of a row is normed (where the model does that), rotated by its
+position, and keys and values go to their KV slots: one kernel instead of six. All arithmetic is fp32 and rounded once.
+It does not know sequences or pages; a row brings its position and its KV slot. Called by the GPU networks; the
+references are `ops.norm`, `ops.rope` and `KVPool.write`.
+
+Letters in shapes: R rows, L layers, nh, nkv, hd heads, KV heads, head size. A row's heads are q, then k, then v.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_HEADS_PER_PROGRAM = 4  # a program of one warp; more per program leaves a single row's work on too few processors
+
+
+def rope_and_store(
+    qkv: Tensor, positions: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+    key_pages: Tensor, value_pages: Tensor, kv_slots: Tensor, num_heads: int,
+) -> None:  # fmt: skip
+    """Norm and rotate q and k of qkv [R, (nh + 2 nkv) * hd] in place; store k and v at kv_slots [R].
+
+    positions [R] int64, those beyond the table are its last; cos_sin [max_position, hd] fp32 as `Rotary` has it; q_norm,
+    k_norm [hd] or both None; pages [pages, page_size, nkv, hd]. Rows with the same KV slot must be padding.
+    """
+    num_kv_heads = key_pages.shape[2]
+    assert key_pages.is_contiguous() and value_pages.is_contiguous()
+    pages = (key_pages, value_pages, kv_slots)
+    _run(qkv, positions, cos_sin, q_norm, k_norm, eps, num_heads, num_kv_heads, pages)
+
+
+def rope_in_place(
+    qkv: Tensor, positions: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+    num_heads: int, num_kv_heads: int,
+) -> None:  # fmt: skip
+    """As `rope_and_store`, and nothing is stored: a drafter's block keeps its keys and values to itself."""
+    _run(qkv, positions, cos_sin, q_norm, k_norm, eps, num_heads, num_kv_heads, None)
+
+
+def store_context(
+    kv: Tensor, positions: Tensor, cos_sin: Tensor, k_norms: Tensor, eps: float, keys: Tensor, values: Tensor,
+    kv_slots: Tensor,
+) -> None:  # fmt: skip
+    """A drafter's context KV of all layers: kv [R, L * 2 * nkv * hd], of each layer k, then v, as projected.
+
+    k is normed by k_norms [L, hd] and rotated; kv itself is left alone. keys, values [L, pages, page_size, nkv, hd],
+    kv_slots [R] int64; the rest as `rope_and_store`.
+    """
+    num_rows, num_layers = kv.shape[0], k_norms.shape[0]
+    num_kv_heads, head_dim = keys.shape[3:]
+    assert kv.shape[1] == num_layers * 2 * num_kv_heads * head_dim and kv.stride(1) == 1
+    assert keys.is_contiguous() and values.is_contiguous() and k_norms.is_contiguous() and cos_sin.is_contiguous()
+    if num_rows:
+        _context_kernel[(num_rows, num_layers)](
+            kv, positions, cos_sin, k_norms, keys, values, kv_slots,
+            kv.stride(0), keys.stride(0), cos_sin.shape[0], eps,
+            NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+            HEADS=triton.next_power_of_2(num_kv_heads), HALF=triton.next_power_of_2(head_dim // 2), num_warps=1,
+        )  # fmt: skip
+
+
+def _run(
+    qkv: Tensor, positions: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+    num_heads: int, num_kv_heads: int, pages: tuple[Tensor, Tensor, Tensor] | None,
+) -> None:  # fmt: skip
+    num_rows, head_dim = qkv.shape[0], cos_sin.shape[1]
+    assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and qkv.stride(1) == 1
+    assert (q_norm is None) == (k_norm is None) and cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
+    key_pages, value_pages, kv_slots = pages or (qkv, qkv, positions)
+    heads = num_heads + (num_kv_heads if pages is None else 2 * num_kv_heads)
+    if num_rows:
+        _rope_kernel[(num_rows, triton.cdiv(heads, _HEADS_PER_PROGRAM))](
+            qkv, positions, cos_sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
+            key_pages, value_pages, kv_slots, qkv.stride(0), cos_sin.shape[0], eps,
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+            NORMS=q_norm is not None, STORES=pages is not None,
+            HEADS=_HEADS_PER_PROGRAM, HALF=triton.next_power_of_2(head_dim // 2), num_warps=1,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["max_position"])
+def _rope_kernel(
+    qkv, positions, cos_sin, q_norm, k_norm, key_pages, value_pages, kv_slots,
+    row_stride, max_position, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORMS: tl.constexpr,
+    STORES: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """One program: HEADS heads of one row, each as its two halves [HEADS, HALF]."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair = tl.arange(0, HALF)
+    is_query, turns = head < NUM_HEADS, head < NUM_HEADS + NUM_KV_HEADS
+    last = NUM_HEADS + NUM_KV_HEADS * (2 if STORES else 1)
+    inside = (head < last)[:, None] & (pair < HEAD_DIM // 2)[None, :]
+    at = qkv + row * row_stride + head[:, None] * HEAD_DIM + pair[None, :]
+    # All loads before the first use: a single row's time is the length of the chain of loads.
+    position = tl.load(positions + row)
+    slot = tl.load(kv_slots + row) if STORES else 0
+    left = tl.load(at, mask=inside, other=0.0)
+    right = tl.load(at + HEAD_DIM // 2, mask=inside, other=0.0)
+    cos, sin = _angles(cos_sin, position, max_position, pair, HEAD_DIM)
+
+    new_left, new_right = left.to(tl.float32), right.to(tl.float32)
+    if NORMS:
+        q_left, q_right = _halves(q_norm, pair, HEAD_DIM)
+        k_left, k_right = _halves(k_norm, pair, HEAD_DIM)
+        weight_left = tl.where(is_query[:, None], q_left[None, :], k_left[None, :])
+        weight_right = tl.where(is_query[:, None], q_right[None, :], k_right[None, :])
+        new_left, new_right = _norm(new_left, new_right, weight_left, weight_right, eps, HEAD_DIM)
+    new_left, new_right = _turn(new_left, new_right, cos, sin)
+    left = tl.where(turns[:, None], new_left.to(left.dtype), left)  # values stay as they are
+    right = tl.where(turns[:, None], new_right.to(right.dtype), right)
+    tl.store(at, left, mask=inside & turns[:, None])
+    tl.store(at + HEAD_DIM // 2, right, mask=inside & turns[:, None])
+
+    if STORES:
+        # Keys come first: of the heads after the queries, nkv belong to key_pages and nkv to value_pages.
+        kv_head = head - NUM_HEADS
+        place = slot * NUM_KV_HEADS * HEAD_DIM + kv_head[:, None] * HEAD_DIM + pair[None, :]
+        is_key = inside & (turns & (head >= NUM_HEADS))[:, None]
+        _store(key_pages + place, left, right, is_key, HEAD_DIM)
+        is_value = inside & (head >= NUM_HEADS + NUM_KV_HEADS)[:, None]
+        _store(value_pages + place - NUM_KV_HEADS * HEAD_DIM, left, right, is_value, HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["max_position"])
+def _context_kernel(
+    kv, positions, cos_sin, k_norms, keys, values, kv_slots,
+    row_stride, layer_stride, max_position, eps,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """One program: keys and values of one row in one layer."""
+    row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    head, pair = tl.arange(0, HEADS), tl.arange(0, HALF)
+    inside = (head < NUM_KV_HEADS)[:, None] & (pair < HEAD_DIM // 2)[None, :]
+    element = head[:, None] * HEAD_DIM + pair[None, :]
+    at = kv + row * row_stride + layer * (2 * NUM_KV_HEADS * HEAD_DIM) + element
+    position, slot = tl.load(positions + row), tl.load(kv_slots + row)
+    left = tl.load(at, mask=inside, other=0.0)
+    right = tl.load(at + HEAD_DIM // 2, mask=inside, other=0.0)
+    values_at = at + NUM_KV_HEADS * HEAD_DIM
+    value_left = tl.load(values_at, mask=inside, other=0.0)
+    value_right = tl.load(values_at + HEAD_DIM // 2, mask=inside, other=0.0)
+    cos, sin = _angles(cos_sin, position, max_position, pair, HEAD_DIM)
+
+    weight_left, weight_right = _halves(k_norms + layer * HEAD_DIM, pair, HEAD_DIM)
+    new_left, new_right = _norm(
+        left.to(tl.float32), right.to(tl.float32), weight_left[None, :], weight_right[None, :], eps, HEAD_DIM
+    )
+    new_left, new_right = _turn(new_left, new_right, cos, sin)
+    place = layer * layer_stride + slot * NUM_KV_HEADS * HEAD_DIM + element
+    _store(keys + place, new_left.to(left.dtype), new_right.to(left.dtype), inside, HEAD_DIM)
+    _store(values + place, value_left, value_right, inside, HEAD_DIM)
+
+
+@triton.jit
+def _halves(weight, pair, HEAD_DIM: tl.constexpr):
+    """The two halves of a norm's weight, fp32 [HALF]."""
+    inside = pair < HEAD_DIM // 2
+    left = tl.load(weight + pair, mask=inside, other=0.0)
+    right = tl.load(weight + HEAD_DIM // 2 + pair, mask=inside, other=0.0)
+    return left.to(tl.float32), right.to(tl.float32)
+
+
+@triton.jit
+def _norm(left, right, weight_left, weight_right, eps, HEAD_DIM: tl.constexpr):
+    squares = tl.sum(left * left + right * right, 1)
+    scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+    return left * scale * weight_left, right * scale * weight_right
+
+
+@triton.jit
+def _angles(cos_sin, position, max_position, pair, HEAD_DIM: tl.constexpr):
+    """Cosines and sines [HALF] of a position."""
+    inside = pair < HEAD_DIM // 2
+    at = cos_sin + tl.minimum(position, max_position - 1) * HEAD_DIM + pair
+    return tl.load(at, mask=inside, other=0.0), tl.load(at + HEAD_DIM // 2, mask=inside, other=0.0)
+
+
+@triton.jit
+def _turn(left, right, cos, sin):
+    return left * cos[None, :] - right * sin[None, :], right * cos[None, :] + left * sin[None, :]
+
+
+@triton.jit
+def _store(at, left, right, mask, HEAD_DIM: tl.constexpr):
+    tl.store(at, left, mask=mask)
+    tl.store(at + HEAD_DIM // 2, right, mask=mask)

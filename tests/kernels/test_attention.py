@@ -1,0 +1,238 @@
+"""The attention kernel against the definition, row by row in float64, over ragged steps and odd sizes."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+from slipstream.kernels.attention import (
+    MAX_SPLIT_PROGRAMS,
+    Launch,
+    Tiles,
+    Workspace,
+    attention_workspace,
+    block_attention,
+    choose_launch,
+    choose_splits,
+    paged_attention,
+)
+
+# The interpreter is NumPy, which warns of what padding rows do: 0 / 0, and a maximum of nothing but NaN.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:All-NaN:RuntimeWarning")
+NAN = float("nan")
+TINY_LAUNCH = Launch(block_n=16, num_warps=2, num_stages=2, min_split_tokens=16)
+
+
+@pytest.fixture(autouse=True)
+def _scalars_are_loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 interprets a scalar as an array of one element, which NumPy 2.4 no longer takes for an integer."""
+    usual = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        usual(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    num_kv_heads: int = 2
+    group: int = 3
+    head_dim: int = 8
+    page_size: int = 4
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group
+
+    @property
+    def heads_dim(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+class Step:
+    """A made-up step: context and rows of every sequence; KV in shuffled pages; NaN wherever nobody may look."""
+
+    def __init__(self, shape: Shape, context: list[int], rows: list[int], dtype: torch.dtype, device: str) -> None:
+        self.shape, self.rows = shape, rows
+        generator = torch.Generator().manual_seed(sum(context) + sum(rows))
+        ps, num_slots = shape.page_size, len(context) + 2
+        lengths = [c + r for c, r in zip(context, rows, strict=True)]
+        counts = [-(-n // ps) for n in lengths]
+        order = torch.randperm(sum(counts) + 3, generator=generator) + 2  # 3 pages that nobody owns
+        self.slots = torch.randperm(num_slots - 1, generator=generator)[: len(context)]
+        self.context = torch.full((num_slots,), 10**6)
+        self.context[self.slots] = torch.tensor(context)
+        table = torch.zeros(num_slots, max(counts) + 1, dtype=torch.int64)
+        pages = torch.full((2, int(order.max()) + 1, ps, shape.num_kv_heads, shape.head_dim), NAN)
+        pages[:, 0] = 0
+        self.kv = []  # per sequence: [2, length, nkv, hd]
+        for slot, count, length in zip(self.slots.tolist(), counts, lengths, strict=True):
+            own, order = order[:count], order[count:]
+            table[slot, :count] = own
+            kv = torch.randn(2, length, shape.num_kv_heads, shape.head_dim, generator=generator).to(dtype)
+            at = torch.arange(length)
+            pages[:, own[at // ps], at % ps] = kv.float()
+            self.kv.append(kv.double())
+        self.table = table.to(device)
+        self.key_pages, self.value_pages = (x.contiguous() for x in pages.to(device, dtype))
+        self.context, self.slots = self.context.to(device), self.slots.to(device)
+        qkv = torch.randn(sum(rows) + 3, shape.heads_dim, generator=generator).to(dtype)  # 3 padding rows
+        self.qkv = qkv.to(device)
+        self.cu_rows = torch.tensor([0, *itertools.accumulate(rows)]).to(device)
+
+    def heads(self, first: int, count: int) -> Tensor:
+        """[R, count, hd], a strided view of qkv."""
+        hd = self.shape.head_dim
+        return self.qkv[:, first * hd : (first + count) * hd].view(len(self.qkv), count, hd)
+
+    def tiles(self, block_q: int, num_splits: int) -> Tiles:
+        made = [(b, first) for b, rows in enumerate(self.rows) for first in range(0, rows, block_q)]
+        made = [*made[:1], (-1, -1), *made[1:], (-1, -1)]  # unused tiles anywhere
+        columns = torch.tensor(made, dtype=torch.int32).t().contiguous().to(self.qkv.device)
+        return Tiles(columns[0], columns[1], block_q, num_splits)
+
+    def expected(self, window: int | None) -> Tensor:
+        """Rows of all sequences by the definition, float64 [R, nh * hd]."""
+        q = self.heads(0, self.shape.num_heads).double().cpu()
+        out, row = [], 0
+        for kv, count in zip(self.kv, self.rows, strict=True):
+            for last in range(kv.shape[1] - count, kv.shape[1]):
+                first = 0 if window is None else max(0, last - window + 1)
+                out.append(one_row(q[row], kv[0, first : last + 1], kv[1, first : last + 1]))
+                row += 1
+        return torch.stack(out)
+
+
+def one_row(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """q [nh, hd] over keys, values [L, nkv, hd], all visible."""
+    group = q.shape[0] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    weights = torch.einsum("hd,lhd->hl", q, keys).mul(q.shape[1] ** -0.5).softmax(-1)
+    return torch.einsum("hl,lhd->hd", weights, values).flatten()
+
+
+def workspace(shape: Shape, block_q: int, device: str) -> Workspace:
+    """Full of NaN: nothing that a launch did not write may be read."""
+    made = attention_workspace(shape.num_heads, shape.num_kv_heads, shape.head_dim, block_q, device, max_programs=1024)
+    made.partials.fill_(NAN)
+    made.stats.fill_(NAN)
+    return made
+
+
+def assert_close(got: Tensor, expected: Tensor) -> None:
+    tolerance = 2e-2 if got.dtype == torch.bfloat16 else 2e-5
+    torch.testing.assert_close(got.double().cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+def run_paged(step: Step, tiles: Tiles, window: int | None, space: Workspace, launch: Launch | None) -> Tensor:
+    """The rows that have a tile; the padding rows must be as they were."""
+    out = torch.full((len(step.qkv), step.shape.num_heads * step.shape.head_dim), 7.0).to(step.qkv)
+    got = paged_attention(
+        step.heads(0, step.shape.num_heads), step.key_pages, step.value_pages, tiles, step.cu_rows, step.slots,
+        step.context, step.table, step.shape.head_dim**-0.5, window, space, out=out, launch=launch,
+    )  # fmt: skip
+    assert got is out
+    num_rows = sum(step.rows)
+    assert bool((out[num_rows:] == 7).all())
+    return out[:num_rows]
+
+
+MIXED = ([29, 0, 17, 70, 3], [4, 11, 1, 3, 0])  # verify, prefill from nothing, decode, verify, a padding sequence
+
+
+@pytest.mark.parametrize(
+    ("block_q", "num_splits", "window"),
+    [(8, 1, None), (8, 4, None), (4, 1, 33), (4, 4, 33), (8, 1, 5), (1, 4, 5), (2, 1, None)],
+)
+def test_mixed_rows(dtype: torch.dtype, device: str, block_q: int, num_splits: int, window: int | None) -> None:
+    shape = Shape()
+    step, space = Step(shape, *MIXED, dtype, device), workspace(shape, block_q, device)
+    for _ in range(1 if num_splits == 1 else 2):  # a second call finds the counters as the first left them
+        got = run_paged(step, step.tiles(block_q, num_splits), window, space, TINY_LAUNCH)
+        assert_close(got, step.expected(window))
+        assert not bool(space.arrivals.any())
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(num_kv_heads=1, group=1, head_dim=16, page_size=16),
+        Shape(num_kv_heads=3, group=3, head_dim=64, page_size=64),  # SmolLM2's; a page holds several blocks
+        Shape(num_kv_heads=2, group=2, head_dim=80, page_size=7),  # a page size that divides nothing
+        Shape(num_kv_heads=2, group=4, head_dim=128, page_size=8),
+        Shape(num_kv_heads=1, group=8, head_dim=64, page_size=1),
+    ],
+    ids=lambda shape: f"{shape.num_heads}x{shape.num_kv_heads}x{shape.head_dim}p{shape.page_size}",
+)
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_sizes(dtype: torch.dtype, device: str, shape: Shape, num_splits: int) -> None:
+    step, space = Step(shape, [70, 130, 0], [3, 1, 5], dtype, device), workspace(shape, 4, device)
+    launch = dataclasses.replace(choose_launch(16, shape.head_dim, dtype), min_split_tokens=32)
+    window = None if num_splits == 1 else 100
+    assert_close(run_paged(step, step.tiles(4, num_splits), window, space, launch), step.expected(window))
+
+
+def test_the_usual_launch_gives_the_same_rows_in_any_tiling(dtype: torch.dtype, device: str) -> None:
+    shape = Shape(head_dim=16)
+    step, space = Step(shape, [300, 5], [17, 3], dtype, device), workspace(shape, 32, device)
+    for block_q, num_splits in ((32, 2), (16, 1)):
+        assert_close(run_paged(step, step.tiles(block_q, num_splits), None, space, None), step.expected(None))
+
+
+def test_a_row_that_is_not_finite_spoils_itself_alone(dtype: torch.dtype, device: str) -> None:
+    shape = Shape()
+    step, space = Step(shape, [20, 9], [4, 2], dtype, device), workspace(shape, 4, device)
+    clean = run_paged(step, step.tiles(4, 2), None, space, TINY_LAUNCH)
+    step.qkv[1, : shape.num_heads * shape.head_dim] = NAN
+    got = run_paged(step, step.tiles(4, 2), None, space, TINY_LAUNCH)
+    assert bool(got[1].isnan().all())
+    others = [0, 2, 3, 4, 5]
+    assert torch.equal(got[others], clean[others])
+
+
+@pytest.mark.parametrize("window", [None, 4, 30])
+@pytest.mark.parametrize(("n", "num_splits"), [(1, 1), (5, 3), (17, 2)])
+def test_blocks(dtype: torch.dtype, device: str, window: int | None, n: int, num_splits: int) -> None:
+    shape, context = Shape(num_kv_heads=1, head_dim=16), [37, 0, 16]
+    step = Step(shape, context, [0] * len(context), dtype, device)
+    rows = torch.randn(len(context) * n, shape.heads_dim, generator=torch.Generator().manual_seed(n))
+    rows = rows.to(device, dtype).view(len(context), n, -1, shape.head_dim)
+    q, k, v = rows.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=2)
+    space = workspace(shape, n, device)
+    for _ in range(1 if num_splits == 1 else 2):
+        out = block_attention(
+            q, k, v, step.key_pages, step.value_pages, step.slots, step.context, step.table, shape.head_dim**-0.5,
+            window, space, num_splits, launch=TINY_LAUNCH,
+        )  # fmt: skip
+        assert out.shape == (len(context), n, shape.num_heads * shape.head_dim)
+        assert not bool(space.arrivals.any())
+        for b, i in itertools.product(range(len(context)), range(n)):
+            first = 0 if window is None else max(0, context[b] + i - window + 1)
+            inside = slice(0, n) if window is None else slice(max(0, i - window + 1), i + 1)
+            keys, values = (
+                torch.cat([past[first : context[b]], own[b, inside].double().cpu()])
+                for past, own in zip(step.kv[b], (k, v), strict=True)
+            )
+            assert_close(out[b, i], one_row(q[b, i].double().cpu(), keys, values))
+
+
+def test_splits_follow_load_and_length() -> None:
+    assert choose_splits(num_tiles=1, num_kv_heads=3, max_context_hint=200) == 1  # too short
+    assert choose_splits(num_tiles=1, num_kv_heads=8, max_context_hint=4096) == 16
+    assert choose_splits(num_tiles=512, num_kv_heads=8, max_context_hint=10**5) == 1  # the GPU is full
+    for tiles, heads, hint in itertools.product((1, 3, 32, 256), (1, 3, 8), (1, 4096, 10**6)):
+        splits = choose_splits(tiles, heads, hint)
+        assert splits == 1 or splits * tiles * heads <= MAX_SPLIT_PROGRAMS
+
+
+def test_a_workspace_that_is_too_small_is_refused(device: str) -> None:
+    shape = Shape()
+    step, space = Step(shape, [20, 9], [4, 2], torch.float32, device), workspace(shape, 1, device)
+    with pytest.raises(AssertionError, match="too small"):
+        run_paged(step, step.tiles(4, 400), None, space, TINY_LAUNCH)
