@@ -88,16 +88,20 @@ def candidates(product: Product, tile_rows: int) -> Iterator[Tile]:
     small = product.num_bytes < 8e6
     many = product.num_weight_rows > 8000
     columns = (16, 32) if small and many else (8, 16, 32) if small else (32, 64, 128) if many else (16, 32, 64)
-    shapes = ((4, 4, 32), (4, 4, 64), (8, 8, 32)) if small else ((4, 4, 32), (2, 4, 64), (1, 4, 64), (4, 8, 64))
-    for count in columns:
-        for lanes, warps, depth in shapes:
-            apart = (False, True) if product.norm and (not small or tile_rows > 16) else (False,)
-            for norm_apart in apart:
-                tile = fit(product, Tile(
-                    rows=tile_rows, columns=count, depth=depth, lanes=lanes, warps=warps, stages=2, norm_apart=norm_apart
-                ))  # fmt: skip
-                if tile is not None:
-                    yield tile
+    shapes = (
+        [(4, 4, 32), (4, 4, 64), (8, 8, 32)] if small else [(4, 4, 32), (4, 4, 64), (2, 2, 64)]
+    )  # lanes, warps, depth
+    if tile_rows >= 32:
+        shapes = [*shapes[:2], (1, 4, 64), (1, 4, 128)]
+    for count, (lanes, warps, depth) in itertools.product(columns, shapes):
+        if lanes > 1 and tile_rows * count > 2048:
+            continue  # a warp would hold all these sums
+        for norm_apart in (False, True) if product.norm and (not small or tile_rows > 16) else (False,):
+            tile = fit(product, Tile(
+                rows=tile_rows, columns=count, depth=depth, lanes=lanes, warps=warps, stages=2, norm_apart=norm_apart
+            ))  # fmt: skip
+            if tile is not None:
+                yield tile
 
 
 def fit(product: Product, tile: Tile) -> Tile | None:

@@ -28,7 +28,9 @@ class Tile:
     rows: int  # of x, per program
     columns: int  # rows of the weight, per program
     depth: int  # inputs that one lane takes per turn of the loop
-    lanes: int  # parts of the depth that are summed apart; no fewer than warps keep every warp at work
+    lanes: (
+        int  # parts of the depth that are summed apart, by a warp each: as many as warps, or 1 and warps share outputs
+    )
     warps: int
     stages: int  # turns of the loop whose loads are in flight
     norm_apart: bool = False  # the norm is a launch of its own
@@ -106,29 +108,38 @@ def _product(
     if bias is not None:
         biases = tl.load(bias + weight_ids)
 
-    inputs = tl.arange(0, LANES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]  # [lanes, k]
-    x_tile = x_rows[None, :, None] + inputs[:, None, :]  # [lanes, m, k]
-    weight_tile = weight_rows[None, None, :] + inputs[:, :, None]  # [lanes, k, n]
-    MASKED: tl.constexpr = NUM_IN % (LANES * BLOCK_K) != 0
-    sums = tl.zeros((LANES, BLOCK_M, BLOCK_N), tl.float32)
-    squares = tl.zeros((LANES, BLOCK_M, BLOCK_K), tl.float32)
+    k = tl.arange(0, BLOCK_K)
+    if LANES == 1:  # two dimensions: a third would leave all but one warp without work, or without their own
+        x_inputs, weight_inputs = k[None, :], k[:, None]  # [1, k], [k, 1]
+        x_tile, weight_tile = x_rows[:, None] + x_inputs, weight_rows[None, :] + weight_inputs  # [m, k], [k, n]
+        sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    else:
+        lane = tl.arange(0, LANES)[:, None, None] * BLOCK_K
+        x_inputs, weight_inputs = lane + k[None, None, :], lane + k[None, :, None]  # [lanes, 1, k], [lanes, k, 1]
+        x_tile, weight_tile = x_rows[None, :, None] + x_inputs, weight_rows[None, None, :] + weight_inputs
+        sums = tl.zeros((LANES, BLOCK_M, BLOCK_N), tl.float32)
+        squares = tl.zeros((LANES, BLOCK_M, BLOCK_K), tl.float32)
     if norm is not None:
         # As large as the tile of x, though its rows are equal: a smaller one could not be loaded ahead.
-        norm_tile = tl.broadcast_to((norm + inputs)[:, None, :], (LANES, BLOCK_M, BLOCK_K))
+        norm_tile = tl.broadcast_to(norm + x_inputs, x_tile.shape)
+    MASKED: tl.constexpr = NUM_IN % (LANES * BLOCK_K) != 0
     for start in range(0, NUM_IN, LANES * BLOCK_K):
-        inside = start + inputs < NUM_IN
-        xs = _load(x_tile + start, inside[:, None, :], MASKED)
-        weights = _load(weight_tile + start, inside[:, :, None], MASKED)
+        xs = _load(x_tile + start, start + x_inputs < NUM_IN, MASKED)
+        weights = _load(weight_tile + start, start + weight_inputs < NUM_IN, MASKED)
         if norm is not None:
-            norms = _load(norm_tile + start, inside[:, None, :], MASKED)
+            norms = _load(norm_tile + start, start + x_inputs < NUM_IN, MASKED)
             wide = xs.to(tl.float32)
             squares += wide * wide
             xs = (wide * norms.to(tl.float32)).to(weights.dtype)
         sums = tl.dot(xs, weights, sums, input_precision="ieee")
-    y = tl.sum(sums, 0)  # [m, n]
 
+    if LANES == 1:
+        y, lengths = sums, tl.sum(squares, 1)
+    else:
+        y, lengths = tl.sum(sums, 0), tl.sum(tl.sum(squares, 2), 0)  # [m, n], [m]
     if norm is not None:
-        y *= tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / NUM_IN + eps)[:, None]
+        y *= tl.rsqrt(lengths / NUM_IN + eps)[:, None]
     if bias is not None:
         y += biases.to(tl.float32)[None, :]
     if GATED:
