@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 # Idle threads of torch spin, 300,000 turns by default. Where others share the cores, that slows everybody down.
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: help setup demo test test-slow test-gpu check format bench shape clean
+.PHONY: help setup demo test test-slow test-gpu check format bench bench-gpu shape clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 20
@@ -53,6 +53,9 @@ format: $(VENV)/.dev ## let ruff lay out the code
 bench: $(VENV)/.runtime ## all modes, interleaved; the JSON goes to runs/bench.json
 	@mkdir -p runs
 	$(PY) -m slipstream bench --waves 5 --output runs/bench.json
+
+bench-gpu: ## on a machine with a CUDA device, under 9 minutes; the JSON goes to runs/bench-gpu.json
+	$(or $(wildcard $(PY)),$(PYTHON)) -m bench.gpu --output runs/bench-gpu.json
 
 shape: ## sizes of files and functions
 	@$(PYTHON) tools/shape.py slipstream
