@@ -38,13 +38,18 @@ def rank(
         signal, calibration, slots, temperature, caps, total, widths,
         num_sequences, min(num_sequences, len(signal)), num_drafts, signal.stride(0), calibration.stride(0),
         EDGE=_EDGE, NOBODY=_NOBODY, ABOVE_ALL=_BITS_OF_TWO * block_b * block_s, BLOCK_B=block_b, BLOCK_S=block_s,
-        num_warps=min(max(block_b * block_s // 512, 1), 8),
+        num_warps=_num_warps(block_b * block_s),
     )  # fmt: skip
 
 
 def _padded(num_sequences: int) -> int:
     """Sequences that the program is compiled for: few sizes, so that there are few variants."""
     return next((size for size in (16, 64, 256) if num_sequences <= size), triton.next_power_of_2(num_sequences))
+
+
+def _num_warps(num_keys: int) -> int:
+    """16 keys a thread, but one warp as long as it can: within a warp, counting needs no barrier."""
+    return min(max(num_keys // 512, 1), 8)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "num_signals", "num_drafts", "signal_stride", "calibration_stride"])
