@@ -77,7 +77,7 @@ def full(small_model: str = "smollm2-135m", large_model: str = "random:qwen3-8b"
         ),
         small=Pair(
             name="smollm2-135m", draft=draft, load=lambda: load_models(small_model, draft, device=device),
-            prompts_name="gsm8k", prompts=gsm8k, max_model_len=768,
+            prompts_name="gsm8k", prompts=gsm8k, max_model_len=512,
         ),
         drafts=(7, 16), rows=(1, 8, 32, 128, 256, 512, 1024, 2048), output_tokens=256, table_tokens=128, probe_tokens=48,
         large_at=(1, 32, 256), probed_at=(8, 32, 128), verify_at=32, small_at=(1, 32, 256), requests=(8, 96, 512), waves=3,
