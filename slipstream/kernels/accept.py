@@ -63,8 +63,8 @@ def row_best(
     num_outputs = logits.shape[0]
     block = _block(num_outputs, num_token_ids)
     num_tiles = triton.cdiv(num_token_ids, block)
-    peaks, scores = torch.empty(2, num_outputs, num_tiles, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(num_outputs, num_tiles, dtype=torch.int32, device=logits.device)
+    peaks = torch.empty(num_outputs, num_tiles, dtype=torch.float32, device=logits.device)
+    scores, ids = torch.empty_like(peaks), torch.empty_like(peaks, dtype=torch.int32)
     if num_outputs:
         _row_best[(num_tiles, num_outputs)](
             logits, logits.stride(0), num_token_ids, output_sequence, output_offset, slots, num_given, context,

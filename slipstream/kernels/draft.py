@@ -1,0 +1,301 @@
+"""The serial draw of a block of drafts: Markov bias, noise and argmax per position without a host in between.
+
+One launch per position, because draft j + 1 needs draft j: each program adds W2 W1[previous] to its tile of the base
+logits, draws, and raises one 64-bit word per sequence to the largest (score, column). Without a Markov head the
+positions do not depend on each other and share one launch. A last launch turns words into token ids and
+probabilities. Same tokens as `CoupledStep.draw` under `BlockDraft.propose`, but that the bias is summed in fp32
+throughout. Also the confidence head. Called by the engine's GPU path; knows nothing of pages or hidden layers.
+
+Letters in shapes: D padded decoding sequences, d drafts of S at most, Vd draft vocabulary, V target vocabulary, r rank.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.noise import gumbel_at, gumbel_run
+
+_UNSET = -(2**63)
+_SIGNALS = {"none": 0, "peak": 1, "drawn": 2, "head": 3}
+_INF = tl.constexpr(float("inf"))
+_NONE, _PEAK, _DRAWN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+def draft_workspace(max_decode: int, max_drafts: int, device: torch.device | str) -> Tensor:
+    """What `draft_chain` needs from call to call; it leaves it as it found it. One per stream of work."""
+    return torch.full((max_decode * max_drafts,), _UNSET, dtype=torch.int64, device=device)
+
+
+def draft_chain(
+    base_logits: Tensor, markov_w1: Tensor | None, markov_w2: Tensor | None, anchors: Tensor,
+    token_ids: Tensor | None, num_columns: int, *, slots: Tensor, context: Tensor, temperature: Tensor, seed: Tensor,
+    sample: bool, signal: str, drafts: Tensor, prob: Tensor, previous: Tensor, workspace: Tensor, first: int = 0,
+) -> None:  # fmt: skip
+    """Draw d drafts per sequence, left to right, into the first d columns of drafts, prob and previous.
+
+    base_logits [D, d, Vd] bf16 or fp32, of which the columns below num_columns count; markov_w1 [V, r], markov_w2
+    [Vd, r] or both None; anchors [D] int64; token_ids [Vd] int64 ascending, the target ids of the columns, or None for
+    the identity; slots [D] int64; context, seed [N + 1] int64, temperature [N + 1] fp32.
+    drafts [D, S] int64 target ids; previous [D, S] int64, the token before each draft; prob [D, S] fp32 by `signal`:
+    "peak" the largest probability at the sequence's temperature (1 where greedy), "drawn" the draft's own, "none" 0,
+    "head" nothing is written, for `confidence` does. sample: add the noise of position context + 1 + first + j, keyed
+    by target id, where temperature > 0; otherwise argmax. `first` is for callers that compute the bias themselves
+    (gated and rnn heads) and draw one position per call.
+    """
+    num_sequences, num_drafts, _ = base_logits.shape
+    assert base_logits.stride(2) == 1 and num_drafts * num_sequences <= workspace.numel(), base_logits.shape
+    kind, rank = _SIGNALS[signal], 0 if markov_w1 is None else markov_w1.shape[1]
+    shape = _chain_shape(num_sequences, num_drafts, num_columns, rank)
+    has_parts = signal in ("peak", "drawn")
+    size = num_drafts * num_sequences * shape.num_tiles if has_parts else 0
+    parts = [torch.empty(size, dtype=torch.float32, device=base_logits.device) for _ in range(3)]
+    for position in range(num_drafts if rank else 1):
+        _draw[(shape.num_tiles, triton.cdiv(num_sequences, shape.block_d), 1 if rank else num_drafts)](
+            base_logits, base_logits.stride(0), base_logits.stride(1), markov_w1, markov_w2, rank, anchors, token_ids,
+            num_columns, num_sequences, position, first, slots, context, temperature, seed,
+            workspace, *parts, shape.span,
+            SAMPLE=sample, SIGNAL=kind if has_parts else 0, IS_MAPPED=token_ids is not None,
+            BLOCK_D=shape.block_d, BLOCK_V=shape.block_v, RANK=shape.rank, num_warps=shape.num_warps,
+        )  # fmt: skip
+    _finish[(num_sequences, num_drafts)](
+        workspace, *parts, shape.num_tiles, shape.span, anchors, token_ids, num_columns,
+        num_sequences, num_drafts, slots, temperature,
+        drafts, drafts.stride(0), prob, prob.stride(0), previous, previous.stride(0),
+        SIGNAL=kind, IS_MAPPED=token_ids is not None, TILES=triton.next_power_of_2(shape.num_tiles), num_warps=1,
+    )  # fmt: skip
+
+
+def confidence(
+    hidden: Tensor, previous: Tensor, markov_w1: Tensor | None, weight: Tensor, bias: Tensor | None, out: Tensor
+) -> None:
+    """sigmoid(weight [h ; W1[previous]] + bias) into the first d columns of `out` [D, S] fp32; fp32 arithmetic.
+
+    hidden [D, d, H], a view with H side by side; previous [D, S] int64 target ids; markov_w1 [V, r] if the head reads
+    it; weight [H (+ r)] or [1, H (+ r)]; bias [1].
+    """
+    num_sequences, num_drafts, width = hidden.shape
+    rank = 0 if markov_w1 is None else markov_w1.shape[1]
+    assert hidden.stride(2) == 1 and weight.numel() == width + rank, (hidden.shape, weight.shape, rank)
+    _confidence[(num_sequences, num_drafts)](
+        hidden, hidden.stride(0), hidden.stride(1), width, previous, previous.stride(0), markov_w1, rank, weight, bias,
+        out, out.stride(0), HAS_BIAS=bias is not None, BLOCK=min(4096, triton.next_power_of_2(width)),
+        RANK=triton.next_power_of_2(rank) if rank else 0,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _ChainShape:
+    block_d: int  # sequences per program
+    block_v: int  # columns per turn of a program's loop
+    span: int  # columns per program
+    num_tiles: int
+    rank: int  # r as a power of two, 0 without a Markov head
+    num_warps: int
+
+
+_NUM_PROGRAMS = 396  # three per SM of an H200
+_SMALL_W2 = 1 << 22  # entries that stay in the L2, so that sequences may read them one by one
+
+
+def _chain_shape(num_sequences: int, num_drafts: int, num_columns: int, rank: int) -> _ChainShape:
+    """One sequence per program where that reads no more memory; else 16 or 64, so that W2 is read once for all."""
+    if rank == 0:
+        block = 1024 if num_sequences * num_drafts * num_columns <= 1 << 20 else 4096
+        block = min(block, max(16, triton.next_power_of_2(num_columns)))
+        return _ChainShape(1, block, block, triton.cdiv(num_columns, block), 0, 4 if block <= 2048 else 8)
+    padded_rank: int = max(16, triton.next_power_of_2(rank))
+    alone = num_sequences == 1 or (num_sequences <= 8 and num_columns * padded_rank <= _SMALL_W2)
+    block_d = 1 if alone else 16 if num_sequences <= 16 else 64
+    block_v = max(16, min(128, (8192 if alone else 16384) // padded_rank))
+    num_blocks = triton.cdiv(num_columns, block_v)
+    turns = triton.cdiv(num_blocks, max(1, _NUM_PROGRAMS // triton.cdiv(num_sequences, block_d)))
+    num_tiles = triton.cdiv(num_blocks, turns)
+    return _ChainShape(block_d, block_v, turns * block_v, num_tiles, padded_rank, 4 if alone else 8)
+
+
+@triton.jit
+def _pack(score, column):
+    """(score, column) as one int64 that grows with the score and, among equals, falls with the column."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)  # the sum turns -0 into +0
+    ordered = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) + (0x7FFFFFFF - column).to(tl.int64)
+
+
+@triton.jit
+def _unpack_column(word, num_columns):
+    """The column of `_pack`; some valid one where nobody wrote."""
+    return tl.minimum(0x7FFFFFFF - (word & 0xFFFFFFFF), num_columns - 1)
+
+
+@triton.jit
+def _load_tile(row, is_live, w2, rank, start, end, BLOCK_V: tl.constexpr, RANK: tl.constexpr):
+    """Base logits [BLOCK_D, BLOCK_V] and rows of W2 [BLOCK_V, RANK] of the columns from `start` on; 0 beyond `end`."""
+    columns = start + tl.arange(0, BLOCK_V)
+    is_known = columns < end
+    x = tl.load(row[:, None] + columns[None, :], mask=is_live[:, None] & is_known[None, :], other=0.0)
+    weight = x
+    if RANK > 0:
+        of_rank = tl.arange(0, RANK)
+        at = columns[:, None].to(tl.int64) * rank + of_rank[None, :]
+        weight = tl.load(w2 + at, mask=is_known[:, None] & (of_rank < rank)[None, :], other=0.0)
+    return x, weight
+
+
+@triton.jit
+def _noisy(x, divisor, is_hot, key, place, start, columns, is_known, token_ids, IS_MAPPED: tl.constexpr):
+    """x / temperature + noise where hot; nothing is computed where all of the program's sequences are greedy."""
+    if tl.max(is_hot.to(tl.int32), axis=0) > 0:
+        if IS_MAPPED:
+            named = tl.load(token_ids + columns, mask=is_known, other=0)
+            noise = gumbel_at(key, place, named[None, :])
+        else:
+            counter = start // 4 + tl.arange(0, x.shape[1] // 4)
+            noise = gumbel_run(key, place, counter[None, :])
+        x = tl.where(is_hot[:, None], x / divisor + noise, x)
+    return x
+
+
+@triton.jit(do_not_specialize=["num_sequences", "position", "first"])
+def _draw(
+    base, sequence_stride, position_stride, w1, w2, rank, anchors, token_ids,
+    num_columns, num_sequences, position, first, slots, context, temperature, seed,
+    words, peaks, masses, chosens, span,
+    SAMPLE: tl.constexpr, SIGNAL: tl.constexpr, IS_MAPPED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_D sequences, `span` columns, one position."""
+    tile = tl.program_id(0)
+    position += tl.program_id(2)
+    sequence = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    is_live = sequence < num_sequences
+    slot = tl.load(slots + sequence, mask=is_live, other=0)
+    heat = tl.load(temperature + slot, mask=is_live, other=0.0)
+    is_hot = heat > 0
+    divisor = tl.where(is_hot, heat, 1.0)[:, None]
+    if SAMPLE:
+        key = tl.load(seed + slot, mask=is_live, other=0)[:, None]
+        place = (tl.load(context + slot, mask=is_live, other=0) + 1 + first + position)[:, None]
+    row = base + sequence.to(tl.int64) * sequence_stride + position.to(tl.int64) * position_stride
+    begin = tile * span
+    end = tl.minimum(begin + span, num_columns)
+    if RANK > 0:
+        # What does not depend on the draft before is on its way while that is looked up.
+        next_x, next_weight = _load_tile(row, is_live, w2, rank, begin, end, BLOCK_V, RANK)
+        if position == 0:
+            previous = tl.load(anchors + sequence, mask=is_live, other=0)
+        else:
+            word = tl.load(words + (position - 1) * num_sequences + sequence, mask=is_live, other=0)
+            previous = _unpack_column(word, num_columns)
+            if IS_MAPPED:
+                previous = tl.load(token_ids + previous)
+        of_rank = tl.arange(0, RANK)
+        is_embedding = is_live[:, None] & (of_rank < rank)[None, :]
+        embedding = tl.load(w1 + previous[:, None] * rank + of_rank[None, :], mask=is_embedding, other=0.0)
+
+    best = tl.full((BLOCK_D,), -_INF, tl.float32)
+    column = tl.zeros((BLOCK_D,), tl.int32) + begin
+    peak, mass, chosen = best, tl.zeros((BLOCK_D,), tl.float32), best
+    for start in range(begin, end, BLOCK_V):
+        columns = start + tl.arange(0, BLOCK_V)
+        is_known = columns < end
+        if RANK == 0:
+            x = _load_tile(row, is_live, w2, rank, start, end, BLOCK_V, RANK)[0].to(tl.float32)
+        else:
+            x, weight = next_x.to(tl.float32), next_weight
+            next_x, next_weight = _load_tile(row, is_live, w2, rank, start + BLOCK_V, end, BLOCK_V, RANK)
+            if BLOCK_D == 1:
+                x += tl.sum(weight.to(tl.float32) * embedding.to(tl.float32), axis=1)[None, :]
+            else:
+                x += tl.dot(embedding, tl.trans(weight), input_precision="ieee")
+        x = tl.where(is_known[None, :], x, -_INF)
+        finite = tl.where(x == x, x, -_INF)  # NaN is never drawn; it shows in `mass`
+        score = finite
+        if SAMPLE:
+            score = _noisy(finite, divisor, is_hot, key, place, start, columns, is_known, token_ids, IS_MAPPED)
+        top, index = tl.max(score, axis=1, return_indices=True)
+        is_better = top > best
+        best = tl.where(is_better, top, best)
+        column = tl.where(is_better, start + index, column)
+        if SIGNAL != _NONE:
+            raised = tl.maximum(peak, tl.max(finite, axis=1))
+            shift = tl.where(raised > -_INF, raised, 0.0)[:, None]
+            mass *= tl.sum(tl.exp((peak[:, None] - shift) / divisor), axis=1)
+            mass += tl.sum(tl.exp((x - shift) / divisor), axis=1)
+            peak = raised
+        if SIGNAL == _DRAWN:
+            is_column = columns[None, :] == (start + index)[:, None]
+            chosen = tl.where(is_better, tl.sum(tl.where(is_column, finite, 0.0), axis=1), chosen)
+
+    at = position * num_sequences + sequence
+    tl.atomic_max(words + at, _pack(best, column), mask=is_live, sem="relaxed")
+    if SIGNAL != _NONE:
+        part = at * tl.num_programs(0) + tile
+        tl.store(peaks + part, peak, mask=is_live)
+        tl.store(masses + part, mass, mask=is_live)
+        tl.store(chosens + part, chosen, mask=is_live)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_sequences", "num_drafts"])
+def _finish(
+    words, peaks, masses, chosens, num_tiles, span, anchors, token_ids, num_columns,
+    num_sequences, num_drafts, slots, temperature,
+    drafts, drafts_stride, prob, prob_stride, previous, previous_stride,
+    SIGNAL: tl.constexpr, IS_MAPPED: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """One program: one draft. Clears its word for the next call."""
+    sequence, position = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = position * num_sequences + sequence
+    column = _unpack_column(tl.load(words + at), num_columns)
+    tl.store(words + at, -0x8000000000000000)
+    drafted = column
+    if IS_MAPPED:
+        drafted = tl.load(token_ids + column)
+    tl.store(drafts + sequence * drafts_stride + position, drafted)
+    before = previous + sequence * previous_stride + position
+    if position == 0:
+        tl.store(before, tl.load(anchors + sequence))
+    if position + 1 < num_drafts:
+        tl.store(before + 1, drafted)
+    if SIGNAL == _NONE:
+        tl.store(prob + sequence * prob_stride + position, 0.0)
+    elif (SIGNAL == _PEAK) | (SIGNAL == _DRAWN):
+        heat = tl.load(temperature + tl.load(slots + sequence))
+        divisor = tl.where(heat > 0, heat, 1.0)
+        tile = tl.arange(0, TILES)
+        part = at * num_tiles + tile
+        peak = tl.load(peaks + part, mask=tile < num_tiles, other=-_INF)
+        mass = tl.load(masses + part, mask=tile < num_tiles, other=0.0)
+        read = tl.max(peak, axis=0)
+        shift = tl.where(read > -_INF, read, 0.0)
+        total = tl.sum(mass * tl.exp((peak - shift) / divisor), axis=0)
+        if SIGNAL == _DRAWN:
+            read = tl.load(chosens + at * num_tiles + column // span)
+        tl.store(prob + sequence * prob_stride + position, tl.exp((read - shift) / divisor) / total)
+
+
+@triton.jit(do_not_specialize=["previous_stride", "out_stride"])
+def _confidence(
+    hidden, sequence_stride, position_stride, width, previous, previous_stride, w1, rank, weight, bias,
+    out, out_stride, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    """One program: one draft."""
+    sequence, position = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row = hidden + sequence * sequence_stride + position * position_stride
+    total = tl.full((), 0.0, tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        is_known = column < width
+        h = tl.load(row + column, mask=is_known, other=0.0).to(tl.float32)
+        total += tl.sum(h * tl.load(weight + column, mask=is_known, other=0.0).to(tl.float32), axis=0)
+    if RANK > 0:
+        of_rank = tl.arange(0, RANK)
+        is_rank = of_rank < rank
+        token_id = tl.load(previous + sequence * previous_stride + position)
+        e = tl.load(w1 + token_id * rank + of_rank, mask=is_rank, other=0.0).to(tl.float32)
+        total += tl.sum(e * tl.load(weight + width + of_rank, mask=is_rank, other=0.0).to(tl.float32), axis=0)
+    if HAS_BIAS:
+        total += tl.load(bias).to(tl.float32)
+    tl.store(out + sequence * out_stride + position, 1.0 / (1.0 + tl.exp(-total)))
