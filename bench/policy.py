@@ -187,13 +187,14 @@ def measure(case: Case, num_sequences: int, num_drafts: int, steps: int, mixed: 
         "drafts": num_drafts,
         "path_us": float(np.median(path)),
         "off_us": float(np.median(off)),
+        "path_p10_us": float(np.percentile(path, 10)),
         "path_p95_us": float(np.percentile(path, 95)),
         **{f"{stage}_us": float(np.median(values)) for stage, values in us.items()},
     }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    columns = ("path_us", "off_us", "path_p95_us", *(f"{stage}_us" for stage in STAGES))
+    columns = ("path_us", "off_us", "path_p10_us", "path_p95_us", *(f"{stage}_us" for stage in STAGES))
     head = f"{'case':20}{'D':>5}{'S':>4}" + "".join(f"{name.removesuffix('_us'):>13}" for name in columns)
     lines = [
         f"{row['case']:20}{row['sequences']:5}{row['drafts']:4}" + "".join(f"{row[name]:13.1f}" for name in columns)

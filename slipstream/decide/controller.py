@@ -21,6 +21,7 @@ from slipstream.errors import ConfigError
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
+Pairs: TypeAlias = NDArray[np.complex128]  # two sums that run side by side
 
 # greedy: one draft at a time while the rate rises (linear cost)
 # widths: the K largest survivals, K the best of all budgets; unknown rows in full
@@ -30,6 +31,9 @@ Rule: TypeAlias = Literal["greedy", "widths", "hull", "budget"]
 MIN_MS = 1e-6  # a time is never taken as less than this, so that rates stay finite
 MARGIN = 1e-7  # relative; far above what rounding does to a rate
 SMALL = 1e-9  # a survival that a sum of tokens may not even notice
+FEW = 24  # candidates that a plain loop settles sooner than vectors do
+MANY = 256  # candidates from which a coarse order is made first
+COARSE = 65535  # steps of the coarse order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,96 +52,168 @@ class Problem:
     min_gain: float = 0.0  # greedy only
 
 
-def decide_widths(problem: Problem) -> Ints:
-    """[B] width per sequence, for every rule but `budget`."""
+def decide_widths(problem: Problem, order: "Candidates | None" = None) -> Ints:
+    """[B] width per sequence, for every rule but `budget`. `order`: see `decide`."""
     if problem.rule == "greedy":
         return _greedy(problem)
-    if problem.rule == "hull":
-        return _on_hull(problem)
-    assert problem.rule == "widths", problem.rule
     base = _full_width_of_unknown(problem)
-    candidates = _candidates(problem, base)
-    best = int(np.argmax(_rates(problem, base, candidates)))
-    return base + candidates.widths_of_first(best)
+    candidates = _candidates(problem, base, order)
+    if problem.rule == "hull":
+        return base + candidates.widths_of_first(_on_hull(problem, base, candidates))
+    assert problem.rule == "widths", problem.rule
+    return base + candidates.widths_of_first(int(_rates(problem, base, candidates).argmax()))
 
 
-def decide_budget(problem: Problem) -> int:
+def decide_budget(problem: Problem, order: "Candidates | None" = None) -> int:
     """K, the number of drafts to verify in the whole step, unknown rows among them with their prior."""
     assert problem.rule == "budget", problem.rule
     base = np.zeros_like(problem.caps_np)
-    return int(np.argmax(_rates(problem, base, _candidates(problem, base))))
+    return int(_rates(problem, base, order or rank_candidates(problem.survival_np, problem.caps_np)).argmax())
 
 
 def widths_of_largest(survival_np: Floats, caps_np: Ints, budget: int) -> Ints:
     """[B] the widths that hand `budget` drafts to the largest survivals; ties go by (position, sequence)."""
-    return _sort_candidates(survival_np, caps_np).widths_of_first(budget)
+    return rank_candidates(survival_np, caps_np).widths_of_first(budget)
 
 
 def best_rate_by_length(
-    survival_np: Floats,
-    caps_np: Ints,
+    candidates: "Candidates",  # of the longest length
     kv_np: Ints,
     given_np: Ints,
     num_emitting: int,
     cost: StepCost,
     draft_ms_by_length: dict[int, float],
 ) -> dict[int, float]:
-    """For each draft length: the rate at its best budget, when every row is cut to that length. One sort serves all."""
-    lengths = np.array(list(draft_ms_by_length))
-    draft_ms = np.array(list(draft_ms_by_length.values()))[:, None]
-    candidates = _sort_candidates(survival_np, caps_np)
-    base_ms = cost.step_ms(given_np, kv_np, np.zeros_like(caps_np))
-    within = candidates.position_np < lengths[:, None]  # [lengths, N]
-    tokens = num_emitting + np.cumsum(within * candidates.survival_np, axis=1)
-    curve = cost.curve(int(given_np.sum()), len(candidates.survival_np) + 1)
-    ms = base_ms + (curve - curve[0])[np.cumsum(within, axis=1)]
-    if cost.c2:
-        ms += np.cumsum(within * (cost.c2 * kv_np[candidates.sequence_np]), axis=1)
-    none = num_emitting / np.maximum(draft_ms + base_ms, MIN_MS)
-    rates = np.concatenate([none, tokens / np.maximum(draft_ms + ms, MIN_MS)], axis=1).max(axis=1)
-    return dict(zip(draft_ms_by_length, rates.tolist(), strict=True))
+    """For each draft length, rising: the rate at its best budget, when every row is cut to that length."""
+    curve = cost.curve(int(np.add.reduce(given_np)), len(candidates.survival_np) + 1)
+    base_ms = float(curve[0]) + _kv_ms(cost, given_np, kv_np)
+    ms_of_count = base_ms + (curve - curve[0])
+    rates_of = _rates_of_few if len(candidates.survival_np) <= FEW else _rates_of_many
+    best = rates_of(candidates, candidates.gains(cost, kv_np), ms_of_count, num_emitting, draft_ms_by_length)
+    return {length: best[length] for length in draft_ms_by_length}
+
+
+def _rates_of_many(
+    candidates: "Candidates", gains: Pairs, ms_of_count: Floats, num_emitting: int, draft_ms_by_length: dict[int, float]
+) -> dict[int, float]:
+    """`best_rate_by_length`, the longest first: what a length cuts off, shorter ones do too."""
+    flat, rates = candidates.flat_np, {}
+    for length in sorted(draft_ms_by_length, reverse=True):
+        if length < candidates.shape[1]:
+            kept = np.flatnonzero(flat < length * candidates.shape[0])
+            flat, gains = flat.take(kept), gains.take(kept)
+        sums = np.add.accumulate(gains)
+        draft_ms = draft_ms_by_length[length]
+        ms = draft_ms + (ms_of_count[1 : len(flat) + 1] + sums.imag)
+        none = num_emitting / max(draft_ms + float(ms_of_count[0]), MIN_MS)
+        rates[length] = float(np.maximum.reduce((num_emitting + sums.real) / np.maximum(ms, MIN_MS), initial=none))
+    return rates
+
+
+def _rates_of_few(
+    candidates: "Candidates", gains: Pairs, ms_of_count: Floats, num_emitting: int, draft_ms_by_length: dict[int, float]
+) -> dict[int, float]:
+    """The same by a plain loop."""
+    left = list(zip(candidates.flat_np.tolist(), gains.real.tolist(), gains.imag.tolist(), strict=True))
+    times, rates = ms_of_count.tolist(), {}
+    for length in sorted(draft_ms_by_length, reverse=True):
+        left = [entry for entry in left if entry[0] < length * candidates.shape[0]]
+        draft_ms, tokens, kv_ms = draft_ms_by_length[length], 0.0, 0.0
+        best = num_emitting / max(draft_ms + times[0], MIN_MS)
+        for (_, survival, ms), time in zip(left, times[1:], strict=False):
+            tokens, kv_ms = tokens + survival, kv_ms + ms
+            best = max(best, (num_emitting + tokens) / max(draft_ms + (time + kv_ms), MIN_MS))
+        rates[length] = best
+    return rates
 
 
 # ---------------------------------------------------------------------------------------------------------- candidates
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Candidates:
+class Candidates:
     """Drafts that may be verified, in order of survival descending, position ascending, sequence ascending."""
 
     survival_np: Floats  # [N]
-    position_np: Ints  # [N] 0-based
-    sequence_np: Ints  # [N]
+    flat_np: Ints  # [N] position * B + sequence, both from 0
     shape: tuple[int, int]  # B, S
+
+    @property
+    def sequence_np(self) -> Ints:
+        """[N]"""
+        return self.flat_np % max(self.shape[0], 1)
+
+    def gains(self, cost: StepCost, kv_np: Ints) -> Pairs:
+        """[N] what each adds: tokens as the real part, its KV time in ms as the imaginary one.
+
+        One pass over complex numbers sums both, strictly from left to right as a loop would, in the time of one.
+        """
+        gains = np.zeros(len(self.survival_np), dtype=np.complex128)
+        gains.real = self.survival_np
+        if cost.c2:
+            by_sequence = cost.c2 * kv_np.astype(np.float64)
+            gains.imag = by_sequence[None].repeat(self.shape[1], axis=0).reshape(-1).take(self.flat_np)
+        return gains
+
+    def taken(self, which_np: Bools) -> "Candidates":
+        """Those that the mask [N] names, in the same order."""
+        kept = np.flatnonzero(which_np)
+        return Candidates(self.survival_np.take(kept), self.flat_np.take(kept), self.shape)
+
+    def cut(self, length: int) -> "Candidates":
+        """As they would be if every row ended after `length` drafts."""
+        return self if length >= self.shape[1] else self.taken(self.flat_np < length * self.shape[0])
 
     def widths_of_first(self, count: int) -> Ints:
         # survivals do not rise along a row, so the first `count` always form prefixes
-        return np.bincount(self.sequence_np[:count], minlength=self.shape[0]).astype(np.int64)
+        sequence = self.flat_np[:count] % max(self.shape[0], 1)
+        return np.bincount(sequence, minlength=self.shape[0]).astype(np.int64)
 
 
-def _sort_candidates(survival_np: Floats, caps_np: Ints) -> _Candidates:
+def rank_candidates(survival_np: Floats, caps_np: Ints) -> Candidates:
+    """All drafts within the caps [B], of survivals [B, S]."""
     num_sequences, num_positions = survival_np.shape
-    by_position = np.ascontiguousarray(survival_np.T)  # [S, B]: flat order is (position, sequence), as ties want it
-    allowed = np.arange(num_positions)[:, None] < caps_np
-    flat = np.flatnonzero(allowed)
-    values = by_position.reshape(-1)[flat]
-    order = np.argsort(-values, kind="stable")
-    flat = flat[order]
-    position = flat // max(num_sequences, 1)
-    return _Candidates(values[order], position, flat - position * num_sequences, survival_np.shape)
+    values = np.ascontiguousarray(survival_np.T).reshape(-1)  # flat order is (position, sequence), as ties want it
+    least = int(np.minimum.reduce(caps_np, initial=num_positions))
+    if least >= min(int(np.maximum.reduce(caps_np, initial=0)), num_positions):  # all alike: nothing to pick
+        values = values[: least * num_sequences]
+        order = _descending(values)
+        return Candidates(values[order], order, survival_np.shape)
+    flat = np.flatnonzero(np.arange(num_positions)[:, None] < caps_np)
+    values = values[flat]
+    order = _descending(values)
+    return Candidates(values[order], flat[order], survival_np.shape)
+
+
+def _descending(values: Floats) -> Ints:
+    """What np.argsort(-values, kind="stable") gives, for values in [0, 1].
+
+    numpy sorts 16-bit keys by radix, several times faster than floats, and floats that are nearly sorted much faster
+    than others. A key that depends on the value alone leaves equal values in their order, so two stable passes are one.
+    """
+    if len(values) < MANY:
+        return (-values).argsort(kind="stable")
+    order = (COARSE - COARSE * np.sqrt(values)).astype(np.uint16).argsort(kind="stable")
+    return order[(-values[order]).argsort(kind="stable")]
 
 
 def _full_width_of_unknown(problem: Problem) -> Ints:
+    if not np.count_nonzero(problem.unknown_np):
+        return np.zeros_like(problem.caps_np)
     return np.where(problem.unknown_np, np.minimum(problem.caps_np, problem.survival_np.shape[1]), 0)
 
 
-def _candidates(problem: Problem, base: Ints) -> _Candidates:
+def _candidates(problem: Problem, base: Ints, order: Candidates | None) -> Candidates:
     """Candidates of the sequences that `base` does not decide already."""
-    return _sort_candidates(problem.survival_np, np.where(base > 0, 0, problem.caps_np))
+    if order is None:
+        return rank_candidates(problem.survival_np, np.where(base > 0, 0, problem.caps_np))
+    return order.taken((base == 0)[order.sequence_np]) if np.count_nonzero(base) else order
 
 
 def _accepted_in(problem: Problem, base: Ints) -> float:
     """Sum of the survivals of the drafts in `base`."""
+    if not np.count_nonzero(base):
+        return 0.0
     inside = np.arange(problem.survival_np.shape[1]) < base[:, None]
     return float(np.sum(problem.survival_np, where=inside))
 
@@ -147,39 +223,41 @@ def _running_sum(start: float, terms: Floats) -> Floats:
     total = np.empty(len(terms) + 1)
     total[0] = start
     total[1:] = terms
-    return np.cumsum(total, out=total)
+    return np.add.accumulate(total, out=total)
 
 
 # --------------------------------------------------------------------------------------------------------------- rules
 
 
-def _times(problem: Problem, base: Ints, candidates: _Candidates, cost: StepCost) -> Floats:
-    """[N + 1] step time when the first k candidates are verified on top of `base`, without the draft."""
-    base_ms = cost.step_ms(problem.given_np, problem.kv_np, base)
-    curve = cost.curve(int(problem.given_np.sum() + base.sum()), len(candidates.survival_np) + 1)
-    times: Floats = base_ms + (curve - curve[0])
-    if cost.c2:
-        times += _running_sum(0.0, cost.c2 * problem.kv_np[candidates.sequence_np].astype(np.float64))
-    return times
+def _kv_ms(cost: StepCost, rows_np: Ints, kv_np: Ints) -> float:
+    if not (cost.c2 or cost.c3):
+        return 0.0
+    return cost.kv_ms(float(rows_np @ kv_np), float(np.add.reduce(kv_np)))
 
 
-def _rates(problem: Problem, base: Ints, candidates: _Candidates, cost: StepCost | None = None) -> Floats:
+def _rates(problem: Problem, base: Ints, candidates: Candidates, cost: StepCost | None = None) -> Floats:
     """[N + 1] expected tokens per ms when the first k candidates are verified on top of `base`."""
-    times = _times(problem, base, candidates, cost or problem.cost)
-    tokens = problem.num_emitting + _running_sum(_accepted_in(problem, base), candidates.survival_np)
-    return tokens / (max(problem.draft_ms, MIN_MS) + np.maximum(times, MIN_MS))
+    cost = cost or problem.cost
+    rows_np = problem.given_np + base
+    curve = cost.curve(int(np.add.reduce(rows_np)), len(candidates.survival_np) + 1)
+    base_ms = float(curve[0]) + _kv_ms(cost, rows_np, problem.kv_np)
+    sums = np.empty(len(curve), dtype=np.complex128)
+    sums[0] = _accepted_in(problem, base)
+    sums[1:] = candidates.gains(cost, problem.kv_np)
+    np.add.accumulate(sums, out=sums)
+    times = (base_ms + (curve - curve[0])) + sums.imag
+    rates: Floats = (problem.num_emitting + sums.real) / (max(problem.draft_ms, MIN_MS) + np.maximum(times, MIN_MS))
+    return rates
 
 
-def _on_hull(problem: Problem) -> Ints:
-    """Each draft is decided from earlier ones only, which sampled drafts under rejection need to stay exact.
+def _on_hull(problem: Problem, base: Ints, candidates: Candidates) -> int:
+    """How many candidates are taken, each decided from earlier ones only: sampled drafts under rejection need that.
 
     On the convex hull the rate has one peak, so that stopping at the first draft that does not raise it loses little.
     """
-    base = _full_width_of_unknown(problem)
-    candidates = _candidates(problem, base)
     rates = _rates(problem, base, candidates, problem.cost.hull())
     stops = np.flatnonzero(rates[1:] <= rates[:-1])
-    return base + candidates.widths_of_first(int(stops[0]) if len(stops) else len(rates) - 1)
+    return int(stops[0]) if len(stops) else len(rates) - 1
 
 
 def _greedy(problem: Problem) -> Ints:
@@ -191,15 +269,38 @@ def _greedy(problem: Problem) -> Ints:
     base = _full_width_of_unknown(problem)
     accepted = _accepted_in(problem, base)
     base_ms = problem.cost.step_ms(problem.given_np, problem.kv_np, base)
-    price = problem.cost.c1 + problem.cost.c2 * problem.kv_np.astype(np.float64)  # [B] of a draft of the sequence
+    price: Floats = problem.cost.c1 + problem.cost.c2 * problem.kv_np.astype(
+        np.float64
+    )  # [B] of a draft of the sequence
+    if problem.survival_np.size <= FEW:
+        return _one_by_one(problem, base, price, accepted, base_ms)
     num_positions = problem.survival_np.shape[1]
     candidates = np.arange(num_positions)[:, None] < np.where(base > 0, 0, problem.caps_np)  # [S, B]
-    survival = np.where(candidates, problem.survival_np.T, 0.0)
+    survival = candidates * problem.survival_np.T
     sure, open_ = _settle(problem, survival, price, accepted, base_ms)
     if open_.any():
         sure = _in_order(problem, survival, price, accepted, base_ms, sure | open_, sure)
-    widths: Ints = base + sure.sum(axis=0)
+    widths: Ints = base + np.add.reduce(sure, axis=0, dtype=np.int64)
     return widths
+
+
+def _one_by_one(problem: Problem, base: Ints, price: Floats, accepted: float, base_ms: float) -> Ints:
+    """[B] widths by the rule as it is defined: one candidate after the other."""
+    widths, caps, prices, unknown = base.tolist(), problem.caps_np.tolist(), price.tolist(), (base > 0).tolist()
+    draft_ms, time_ms, emitting = max(problem.draft_ms, MIN_MS), base_ms, problem.num_emitting
+    rows = enumerate(problem.survival_np.tolist())
+    candidates = sorted((-a, j, i) for i, row in rows if not unknown[i] for j, a in enumerate(row[: max(caps[i], 0)]))
+    rate = (emitting + accepted) / (draft_ms + max(time_ms, MIN_MS))
+    for minus_survival, position, i in candidates:
+        if position != widths[i]:
+            continue
+        tokens, ms = emitting + (accepted - minus_survival), time_ms + prices[i]
+        new_rate = tokens / (draft_ms + max(ms, MIN_MS))
+        gain = -minus_survival * (problem.draft_ms + time_ms)
+        enough = problem.min_gain <= 0 or gain > (1 + problem.min_gain) * (emitting + accepted) * prices[i]
+        if new_rate > rate and enough:
+            widths[i], accepted, time_ms, rate = position + 1, accepted - minus_survival, ms, new_rate
+    return np.array(widths, dtype=np.int64)
 
 
 def _settle(problem: Problem, survival: Floats, price: Floats, accepted: float, base_ms: float) -> tuple[Bools, Bools]:
@@ -219,21 +320,24 @@ def _settle(problem: Problem, survival: Floats, price: Floats, accepted: float, 
     sure = survival > gain * (1 + MARGIN) * best * price + SMALL
     open_ = (survival > gain * (1 - MARGIN) * (tokens / time) * price) & ~sure
     while num_open := int(np.count_nonzero(open_)):
-        before = sure & (survival > survival[open_].max())
-        rate = (tokens + float(survival[before].sum())) / (time + float(before.sum(axis=0) @ price))
+        rate = _rate_with(sure & (survival > survival[open_].max()), survival, price, tokens, time)
         open_ &= survival > gain * (1 - MARGIN) * rate * price
         if np.count_nonzero(open_) == num_open:
             break
     return sure, open_
 
 
+def _rate_with(taken: Bools, survival: Floats, price: Floats, tokens: float, time: float) -> float:
+    """The rate when the candidates of the mask [S, B] are taken too."""
+    by_sequence = np.add.reduce(taken, axis=0, dtype=np.float64)
+    return (tokens + float(np.vdot(survival, taken))) / (time + float(by_sequence @ price))
+
+
 def _best_rate(survival: Floats, price: Floats, tokens: float, time: float) -> float:
     """The highest rate of any set of candidates, which is {survival / price > that rate} (Dinkelbach's iteration)."""
     rate = tokens / time
     while True:
-        better = survival > rate * price
-        total = tokens + float(np.vdot(survival, better))
-        new_rate = total / (time + float(better.sum(axis=0) @ price))
+        new_rate = _rate_with(survival > rate * price, survival, price, tokens, time)
         if new_rate <= rate * (1 + 1e-12):
             return rate
         rate = new_rate
@@ -342,11 +446,14 @@ def _problem_from(fields: dict[str, Any]) -> Problem:
     )
 
 
-def decide(step: int, problem: Problem) -> DecisionRecord:
-    """The decision for `problem`, with its inputs kept."""
+def decide(step: int, problem: Problem, order: Candidates | None = None) -> DecisionRecord:
+    """The decision for `problem`, with its inputs kept.
+
+    `order` saves the sorting, if the caller has it: rank_candidates(problem.survival_np, problem.caps_np).
+    """
     if problem.rule == "budget":
-        return DecisionRecord(step=step, problem=problem, widths_np=None, budget=decide_budget(problem))
-    return DecisionRecord(step=step, problem=problem, widths_np=decide_widths(problem), budget=None)
+        return DecisionRecord(step=step, problem=problem, widths_np=None, budget=decide_budget(problem, order))
+    return DecisionRecord(step=step, problem=problem, widths_np=decide_widths(problem, order), budget=None)
 
 
 def replay(record: DecisionRecord, cost: StepCost | None = None) -> DecisionRecord:

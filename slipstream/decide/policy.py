@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from slipstream.config import Signal, SpeculativeConfig
 from slipstream.decide import controller
 from slipstream.decide.confidence import Confidence, ConfidenceStore
-from slipstream.decide.controller import DecisionRecord, Problem
+from slipstream.decide.controller import Candidates, DecisionRecord, Problem
 from slipstream.decide.cost import CostModel, TableCost
 from slipstream.decide.survival import Calibration, SurvivalModel
 from slipstream.errors import ConfigError
@@ -28,6 +28,7 @@ Floats: TypeAlias = NDArray[np.float64]
 Float32s: TypeAlias = NDArray[np.float32]
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
+Number = TypeVar("Number", bound=np.generic)
 WaitsFor: TypeAlias = Literal["nothing", "lagged", "fresh"]
 Reason: TypeAlias = tuple[str, Any, str]  # field, value chosen, why
 
@@ -76,10 +77,11 @@ class FullWidth:
     """Verifies every draft (static); with S = 0 there are none (off)."""
 
     waits_for: WaitsFor = "nothing"
-    signal: Signal | Literal["none"] = "none"
 
-    def __init__(self, num_drafts: int) -> None:
+    def __init__(self, num_drafts: int, signal: Signal | Literal["none"] = "none") -> None:
+        """signal: what is drafted along though nobody reads it here, as the policy that comes after this one will."""
         self.num_drafts = num_drafts
+        self.signal = signal
         self._calibration_np = SurvivalModel(num_drafts).calibration_np
 
     @property
@@ -129,6 +131,7 @@ class Adaptive:
         self._min_gain = min_gain
         self._on_record = on_record
         self._lengths = _DraftLengths(num_drafts)
+        self._expected: _Expected | None = None  # memo of `_expect`, until more is known
         self._untaught: list[_Sighting] = []
         self._unpaired: dict[int, _Half] = {}
 
@@ -156,10 +159,9 @@ class Adaptive:
 
     def _best_length(self, plan: StepPlan, cost: CostModel) -> int:
         """The size with the best expected rate, each at its own best budget, as far as the last step lets one see."""
-        survival, _ = self._lagged_survival(plan)
+        expected = self._expect(plan)
         rates = controller.best_rate_by_length(
-            survival,
-            np.minimum(plan.caps_np, self.num_drafts).astype(np.int64),
+            expected.rank(np.minimum(plan.caps_np, np.int64(self.num_drafts))),
             plan.context_upper_bound_np.astype(np.int64),
             plan.num_given_np.astype(np.int64),
             plan.num_emitting,
@@ -172,20 +174,19 @@ class Adaptive:
         caps = _caps(plan)
         if self.cost is None:
             return _widths(caps, NO_COST_MODEL)
-        if not caps.any():
+        if not np.count_nonzero(caps):
             return _widths(caps)
         fresh = self._waits_for == "fresh"
-        survival, known = self._fresh_survival(plan) if fresh else self._lagged_survival(plan)
-        unknown = np.zeros(plan.num_sequences, dtype=np.bool_)
-        unknown[: plan.num_decode] = ~known
+        expected = self._see(plan) if fresh else self._expect(plan)
         step_cost = self.cost.step
         causal = self._causal and fresh and plan.any_sampled
+        rule = controller.rule_for(step_cost, budget=self._budget, causal=causal)
         record = controller.decide(
             plan.step,
             Problem(
-                rule=controller.rule_for(step_cost, budget=self._budget, causal=causal),
-                survival_np=survival,
-                unknown_np=unknown,
+                rule=rule,
+                survival_np=expected.survival_np,
+                unknown_np=expected.unknown_np,
                 caps_np=caps,
                 kv_np=plan.context_upper_bound_np.astype(np.int64),
                 given_np=plan.num_given_np.astype(np.int64),
@@ -194,6 +195,7 @@ class Adaptive:
                 draft_ms=self.cost.draft_ms(plan.draft_length, plan.num_decode),
                 min_gain=self._min_gain,
             ),
+            None if rule == "greedy" else expected.ranked_within(caps, plan.draft_length),
         )
         if self._on_record:
             self._on_record(record)
@@ -201,31 +203,35 @@ class Adaptive:
             return _widths(record.widths_np, caps=caps)
         return Decision(widths_np=None, budget=record.budget, caps_np=caps.astype(np.int32))
 
-    def _lagged_survival(self, plan: StepPlan) -> tuple[Floats, Bools]:
-        """[B, S] what the last step says of this one, the prior where it says nothing; [D] what need not be tried in full.
+    def _expect(self, plan: StepPlan) -> "_Expected":
+        """What the last step says of this one, the prior where it says nothing.
 
         Nothing is known of a request that is new to its slot, and it verifies all. After steps without a draft nothing
         is known of anyone, yet the engine knows why it skipped: there the prior decides like any other survival, or a
         probing step would verify S drafts of every sequence just where that does not pay.
         """
-        lagged = self.store.lookup(plan)
-        classes = _classes(plan)
-        survival = self.survival.extend(self.survival.fresh(lagged.signal_np, classes), lagged.lengths_np, classes)
-        survival = self.survival.predict(survival, classes)
-        return self._with_prior(plan, survival, lagged.known_np, classes), lagged.known_np | lagged.stale_np
+        expected, model = self._expected, self.survival
+        if expected is None or not expected.is_of(plan) or expected.version != model.version:
+            lagged, classes = self.store.lookup(plan), _classes(plan)
+            survival = model.fresh(lagged.signal_np, classes)
+            if np.add.reduce(lagged.lengths_np) != self.num_drafts * np.count_nonzero(lagged.known_np):
+                survival = model.extend(survival, lagged.lengths_np, classes)
+            survival = self._with_prior(plan, model.predict(survival, classes), lagged.known_np, classes)
+            unknown = _over_all(plan, ~(lagged.known_np | lagged.stale_np))
+            expected = self._expected = _Expected(plan, survival, unknown, lagged, model.version)
+        return expected
 
-    def _fresh_survival(self, plan: StepPlan) -> tuple[Floats, Bools]:
-        """[B, S] what the draft of this very step says; nothing is unknown once its report was observed."""
-        own = self.store.own(plan)
-        classes = _classes(plan)
-        return self._with_prior(plan, self.survival.fresh(own.signal_np, classes), own.known_np, classes), own.known_np
+    def _see(self, plan: StepPlan) -> "_Expected":
+        """What the draft of this very step says; nothing is unknown once its report was observed."""
+        own, classes = self.store.own(plan), _classes(plan)
+        survival = self._with_prior(plan, self.survival.fresh(own.signal_np, classes), own.known_np, classes)
+        return _Expected(plan, survival, _over_all(plan, ~own.known_np), own, self.survival.version)
 
     def _with_prior(self, plan: StepPlan, survival: Floats, known: Bools, classes: Ints) -> Floats:
-        rows = np.zeros((plan.num_sequences, self.num_drafts))
-        rows[: plan.num_decode] = (
-            survival if known.all() else np.where(known[:, None], survival, self.survival.prior(classes))
-        )
-        return rows
+        """[B, S], 0 in prefill."""
+        if np.count_nonzero(known) < len(known):
+            survival = np.where(known[:, None], survival, self.survival.prior(classes))
+        return _over_all(plan, survival)
 
     # ------------------------------------------------------------------------------------------------------ learning
 
@@ -239,7 +245,8 @@ class Adaptive:
             return
         # Where no draft may be verified, the drafter may be past its last position, and what it says is noise.
         teaches = (plan.caps_np > 0)[: plan.num_decode] & plan.teaches_np[: plan.num_decode]
-        lagged = self.store.lookup(plan)
+        expected, self._expected = self._expected, None
+        lagged = expected.confidence if expected and expected.is_of(plan) else self.store.lookup(plan)
         self.store.put(plan, report)
         sighting = _Sighting(_classes(plan), report.signal_np, lagged, teaches)
         self._untaught.append(sighting)
@@ -320,7 +327,7 @@ class _DraftLengths:
     """Which draft lengths there are, and when one of full length is drafted only to see."""
 
     def __init__(self, num_drafts: int) -> None:
-        self.sizes: list[int] = sorted({0, num_drafts, *(2**i for i in range(num_drafts.bit_length()))})
+        self.sizes = draft_lengths(num_drafts)
         self._full = num_drafts
         self._num_decode = 0
         self._seen = 0  # rows drafted in full
@@ -347,6 +354,42 @@ class _DraftLengths:
         return length
 
 
+@dataclass(slots=True, eq=False)
+class _Expected:
+    """Survivals that a plan is decided by, and what they were made of."""
+
+    plan: StepPlan
+    survival_np: Floats  # [B, S]
+    unknown_np: Bools  # [B]
+    confidence: Confidence
+    version: int  # of the survival model
+    _ranked: tuple[Ints, Candidates] | None = None  # with the caps [B] that they were ranked within
+
+    def is_of(self, plan: StepPlan) -> bool:
+        """Whether it is the same step's plan, at whatever draft length."""
+        return self.plan.step == plan.step and self.plan.slots_np is plan.slots_np
+
+    def rank(self, caps_np: Ints) -> Candidates:
+        ranked = controller.rank_candidates(self.survival_np, caps_np)
+        self._ranked = caps_np, ranked
+        return ranked
+
+    def ranked_within(self, caps_np: Ints, length: int) -> Candidates | None:
+        """What is left of the ranking under caps that were cut to `length`; None if there is none, or other caps."""
+        if self._ranked is None or not np.array_equal(np.minimum(self._ranked[0], length), caps_np):
+            return None
+        return self._ranked[1].cut(length)
+
+
+def _over_all(plan: StepPlan, values: NDArray[Number]) -> NDArray[Number]:
+    """[B, ...] from values of those that decode; nothing, 0, in prefill."""
+    if plan.num_decode == plan.num_sequences:
+        return values
+    rows = np.zeros((plan.num_sequences, *values.shape[1:]), dtype=values.dtype)
+    rows[: plan.num_decode] = values
+    return rows
+
+
 def _caps(plan: StepPlan) -> Ints:
     """[B] most drafts per sequence; never more than were drafted, and none in prefill."""
     caps = np.minimum(plan.caps_np, plan.draft_length).astype(np.int64)
@@ -364,6 +407,23 @@ def _widths(widths: Ints, reason: str = "", caps: Ints | None = None) -> Decisio
 
 
 # -------------------------------------------------------------------------------------------------------------- making
+
+
+def draft_lengths(num_drafts: int) -> list[int]:
+    """Lengths d that an adaptive policy may choose, 0 and S among them."""
+    return sorted({0, num_drafts, *(2**i for i in range(num_drafts.bit_length()))})
+
+
+def draft_signal(config: SpeculativeConfig, *, has_head: bool, drafts_sampled: bool) -> Signal | Literal["none"]:
+    """What drafters report in this mode, see `make_policy`."""
+    if config.mode in ("off", "static"):
+        return "none"
+    return _signal(config, has_head, drafts_sampled)[0]
+
+
+def _signal(config: SpeculativeConfig, has_head: bool, drafts_sampled: bool) -> tuple[Signal, str]:
+    drawn_biases = config.mode in ("adaptive", "lag-budget") and config.acceptance == "rejection" and drafts_sampled
+    return resolve_signal(config.confidence_signal, has_head=has_head, drawn_biases=drawn_biases)
 
 
 def resolve_signal(
@@ -410,8 +470,7 @@ def make_policy(
     """
     if config.mode in ("off", "static"):
         return FullWidth(num_drafts if config.mode == "static" else 0), []
-    drawn_biases = config.mode in ("adaptive", "lag-budget") and config.acceptance == "rejection" and drafts_sampled
-    signal, why = resolve_signal(config.confidence_signal, has_head=has_head, drawn_biases=drawn_biases)
+    signal, why = _signal(config, has_head, drafts_sampled)
     reasons: list[Reason] = [("confidence_signal", signal, why)]
     if cost is None:
         reasons.append(("cost_model", None, NO_COST_MODEL))

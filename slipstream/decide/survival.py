@@ -48,7 +48,7 @@ def clean(signal_np: Float32s) -> Floats:
     finite = np.isfinite(signal)
     if not finite.all():
         signal = np.where(np.logical_and.accumulate(finite, axis=1), signal, 0.0)
-    return np.clip(signal, 0.0, 1.0, out=signal)
+    return signal.clip(0.0, 1.0, out=signal)
 
 
 def _extremes(values_np: Floats) -> tuple[float, float]:
@@ -56,12 +56,6 @@ def _extremes(values_np: Floats) -> tuple[float, float]:
     if values_np.size == 0:
         return 1.0, 0.0
     return float(np.minimum.reduce(values_np, axis=None)), float(np.maximum.reduce(values_np, axis=None))
-
-
-def _within(values_np: Floats, low: float, high: float) -> Floats:
-    """np.clip in place, at half its overhead."""
-    np.maximum(values_np, low, out=values_np)
-    return np.minimum(values_np, high, out=values_np)
 
 
 def _rows_of(class_np: Ints) -> "slice | Ints":
@@ -81,6 +75,7 @@ class SurvivalModel:
     def __init__(self, num_drafts: int, scale_np: Floats | None = None, *, learns: bool = True) -> None:
         self.num_drafts = num_drafts  # S
         self.learns = learns
+        self.version = 0  # grows whenever something is learned
         self._scale_np = np.ones((2, num_drafts)) if scale_np is None else np.asarray(scale_np, dtype=np.float64)
         assert self._scale_np.shape == (2, num_drafts), self._scale_np.shape
         self._shift_np = np.zeros((2, num_drafts))
@@ -120,10 +115,10 @@ class SurvivalModel:
         if length <= self._first_moved:
             return raw
         rows = _rows_of(class_np)
-        kept = _within(raw.copy(), EDGE, 1 - EDGE)
+        kept = raw.clip(EDGE, 1 - EDGE)
         logit = np.log(kept / (1 - kept)) * self._scale_np[rows, :length] + self._shift_np[rows, :length]
         calibrated: Floats = 1 / (1 + np.exp(-logit))
-        if not raw.all():
+        if np.count_nonzero(raw) < raw.size:
             calibrated[raw == 0.0] = 0.0
         return calibrated
 
@@ -149,7 +144,7 @@ class SurvivalModel:
         """[n, S] this step's survival, expected from the last step's: lag map, clip, running minimum."""
         if not self.learns:
             return np.minimum.accumulate(lagged_np, axis=1)
-        mapped = _within(self._lag.apply(lagged_np, class_np), 0.0, 1.0)
+        mapped = self._lag.apply(lagged_np, class_np).clip(0.0, 1.0)
         return np.minimum.accumulate(mapped, axis=1)
 
     # ----------------------------------------------------------------------------------------------------- learning
@@ -169,6 +164,7 @@ class SurvivalModel:
             self._teach_prior(label, fresh_np[rows])
             self._lag.teach(label, lagged_np[rows, :length], fresh_np[rows], pairs[rows])
         self._tabulate_prior()
+        self.version += 1
 
     def _teach_prior(self, label: int, fresh_np: Floats) -> None:
         count, length = fresh_np.shape
@@ -200,6 +196,7 @@ class SurvivalModel:
             if trials.any():
                 self._move_shift(label, _sum_where(trials, error), _sum_where(trials, information))
         self._tabulate_calibration()
+        self.version += 1
 
     def _move_shift(self, label: int, error_np: Floats, information_np: Floats) -> None:
         """[d] sums over the outcomes of one step."""
@@ -208,8 +205,8 @@ class SurvivalModel:
         known *= DECAY
         known += information_np
         step = (error_np - (1 - DECAY) * SHIFT_INFORMATION * shift) / (known + SHIFT_INFORMATION)
-        shift += _within(step, -MAX_SHIFT_STEP, MAX_SHIFT_STEP)
-        _within(shift, -MAX_SHIFT, MAX_SHIFT)
+        shift += step.clip(-MAX_SHIFT_STEP, MAX_SHIFT_STEP)
+        shift.clip(-MAX_SHIFT, MAX_SHIFT, out=shift)
 
 
 def survival_of(confidence_np: Floats) -> Floats:
