@@ -61,7 +61,7 @@ def row_best(
     """
     assert logits.stride(1) == 1, "the logits of a row must lie side by side"
     num_outputs = logits.shape[0]
-    block = _block(num_outputs, num_token_ids)
+    block = tile_size(num_outputs, num_token_ids)
     num_tiles = triton.cdiv(num_token_ids, block)
     peaks = torch.empty(num_outputs, num_tiles, dtype=torch.float32, device=logits.device)
     scores, ids = torch.empty_like(peaks), torch.empty_like(peaks, dtype=torch.int32)
@@ -89,7 +89,7 @@ def apply(
     )  # fmt: skip
 
 
-def _block(num_rows: int, num_token_ids: int) -> int:
+def tile_size(num_rows: int, num_token_ids: int) -> int:
     """Tokens per program: few rows are cut finely to fill the device, many coarsely to save programs."""
     block = 1024 if num_rows * num_token_ids <= 1 << 20 else 4096
     whole_row: int = triton.next_power_of_2(num_token_ids)
@@ -164,7 +164,7 @@ def _verdict(
     tl.store(out + 3 + place, emitted, mask=place <= num_drafts)
     if APPLY:
         given = tl.load(num_given + sequence)
-        _advance(slot, given, num_accepted, is_emitting, place, emitted, context, token_ids, token_ids_stride)
+        advance(slot, given, num_accepted, is_emitting, place, emitted, context, token_ids, token_ids_stride)
 
 
 @triton.jit(do_not_specialize=["result_stride", "num_drafts"])
@@ -179,11 +179,12 @@ def _apply(
     emitted = tl.load(out + 3 + place, mask=place <= num_drafts, other=0)
     slot, given = tl.load(slots + sequence), tl.load(num_given + sequence)
     is_emitting = tl.load(emits + sequence)
-    _advance(slot, given, num_accepted, is_emitting, place, emitted, context, token_ids, token_ids_stride)
+    advance(slot, given, num_accepted, is_emitting, place, emitted, context, token_ids, token_ids_stride)
 
 
 @triton.jit
-def _advance(slot, given, num_accepted, is_emitting, place, emitted, context, token_ids, token_ids_stride):
+def advance(slot, given, num_accepted, is_emitting, place, emitted, context, token_ids, token_ids_stride):
+    """What `apply` does, for one sequence."""
     start = tl.load(context + slot) + given  # position of y_0
     wanted = (place <= num_accepted) & (is_emitting != 0)
     tl.store(token_ids + slot * token_ids_stride + start + place, emitted, mask=wanted)

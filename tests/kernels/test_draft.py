@@ -1,13 +1,11 @@
 """The serial draw against a plain loop over torch ops, with and without a Markov head, over padded and odd sizes."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triton.runtime import interpreter
 
 from slipstream.kernels.draft import confidence, draft_chain, draft_workspace
 from slipstream.ops.noise import gumbel
@@ -17,18 +15,6 @@ from slipstream.ops.sample import coupled_targets
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 NUM_SLOTS, MAX_DRAFTS, VOCAB = 80, 6, 400
-
-
-@pytest.fixture(autouse=True)
-def _scalars_are_loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6 interprets a scalar as an array of one element, which NumPy 2.4 no longer takes for an integer."""
-    usual = interpreter._patch_lang_tensor
-
-    def patch(tensor: Any, scope: Any) -> None:
-        usual(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
 
 
 @dataclass

@@ -1,0 +1,247 @@
+"""Rejection acceptance on the device without a dense target distribution: one pass over the logits, then one row each.
+
+`_row_stats` leaves largest logit, mass and argmax of each (row, tile); `_judge` needs the probability of the drafts
+only; the token after them is drawn by inversion over the one row where the sequence stopped, summed by tiles first.
+Same draws as `verify.accept.RejectionStep` with `CounterSource`, up to the rounding of a softmax in fp32. Four fixed
+launches, no host reads. Called by the engine's GPU path; knows nothing of how drafts were drawn.
+
+Letters in shapes as in `kernels.accept`; D decoding sequences, d drafts of each.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.accept import NUM_HEADER_COLUMNS, advance, tile_size
+from slipstream.kernels.noise import uniform
+from slipstream.ops.noise import Purpose
+
+_ACCEPT, _RESIDUAL = tl.constexpr(int(Purpose.ACCEPT)), tl.constexpr(int(Purpose.RESIDUAL))
+_INF = tl.constexpr(float("inf"))
+
+
+def accept_rejection(
+    logits: Tensor, num_token_ids: int, *, output_sequence: Tensor, output_offset: Tensor, cu_outputs: Tensor,
+    widths: Tensor, emits: Tensor, drafts: Tensor, draft_prob: Tensor | None, slots: Tensor, num_given: Tensor,
+    context: Tensor, temperature: Tensor, seed: Tensor, result: Tensor, is_filtered: bool = False,
+    token_ids: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fill `result` as `accept_coupled` does, under rejection; the arguments are those of `accept_coupled`, and
+
+    draft_prob [D, d, V] fp32, dense: what each draft was drawn from; None: every draft was certain. Read for drafts
+    within the widths only, so D may be smaller than B.
+    """
+    device, num_sequences, num_outputs = logits.device, len(widths), logits.shape[0]
+    num_drafts = result.shape[1] - NUM_HEADER_COLUMNS - 1
+    assert logits.stride(1) == 1 and drafts.shape[1] >= num_drafts, (logits.stride(), drafts.shape, result.shape)
+    prob_strides = (0, 0)
+    if draft_prob is not None:
+        assert draft_prob.stride(2) == 1, draft_prob.stride()
+        prob_strides = (draft_prob.stride(0), draft_prob.stride(1))
+    block, sum_block = tile_size(num_outputs, num_token_ids), tile_size(num_sequences, num_token_ids)
+    num_tiles, num_sums = triton.cdiv(num_token_ids, block), triton.cdiv(num_token_ids, sum_block)
+    peaks = torch.empty(num_outputs, num_tiles, device=device)
+    masses, ids = torch.empty_like(peaks), torch.empty_like(peaks, dtype=torch.int32)
+    stopped = torch.empty(num_sequences, 2, device=device)  # largest logit and mass of the row where a sequence stopped
+    best = torch.empty(num_sequences, dtype=torch.int32, device=device)  # its argmax
+    sums = torch.empty(2, num_sequences, num_sums, dtype=torch.float64, device=device)  # of p and of max(p - q, 0)
+    if num_outputs:
+        _row_stats[(num_tiles, num_outputs)](
+            logits, logits.stride(0), num_token_ids, output_sequence, slots, temperature, peaks, masses, ids,
+            IS_FILTERED=is_filtered, BLOCK=block, num_warps=4 if block <= 2048 else 8,
+        )  # fmt: skip
+    _judge[(num_sequences,)](
+        peaks, masses, ids, num_tiles, num_outputs, num_token_ids, logits, logits.stride(0), cu_outputs, widths, emits,
+        drafts, drafts.stride(0), draft_prob, *prob_strides, num_drafts, slots, num_given, context, temperature, seed,
+        result, result.stride(0), stopped, best,
+        IS_FILTERED=is_filtered, IS_CERTAIN=draft_prob is None,
+        PLACES=triton.next_power_of_2(num_drafts + 1), TILES=triton.next_power_of_2(num_tiles),
+    )  # fmt: skip
+    where = (
+        logits, logits.stride(0), num_token_ids, num_outputs, cu_outputs, widths, emits, drafts, drafts.stride(0),
+        draft_prob, *prob_strides, slots, temperature, result, result.stride(0), stopped, sums, num_sums, num_sequences,
+    )  # fmt: skip
+    flags = {"IS_FILTERED": is_filtered, "IS_CERTAIN": draft_prob is None, "BLOCK": sum_block}
+    _sum_tiles[(num_sums, num_sequences)](*where, **flags)
+    _draw_following[(num_sequences,)](
+        *where, best, seed, num_given, context, num_drafts, token_ids, 0 if token_ids is None else token_ids.stride(0),
+        APPLY=token_ids is not None, PLACES=triton.next_power_of_2(num_drafts + 1),
+        SUMS=triton.next_power_of_2(num_sums), **flags,
+    )  # fmt: skip
+
+
+@triton.jit
+def _shifted_exp(x, peak, heat, IS_FILTERED: tl.constexpr):
+    """exp((x - peak) / temperature) where the peak is finite; the logits are divided already if filtered."""
+    scaled = x - tl.where(tl.abs(peak) < _INF, peak, 0.0)
+    if not IS_FILTERED:
+        scaled = scaled / heat
+    return tl.exp(scaled)
+
+
+@triton.jit
+def _row_stats(
+    logits, row_stride, num_token_ids, output_sequence, slots, temperature, peaks, masses, ids,
+    IS_FILTERED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of one row."""
+    tile, row = tl.program_id(0), tl.program_id(1)
+    sequence = tl.load(output_sequence + row)
+    if sequence >= 0:
+        heat = tl.load(temperature + tl.load(slots + sequence))
+        token_id = tile * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + row.to(tl.int64) * row_stride + token_id, mask=token_id < num_token_ids, other=-_INF)
+        x = x.to(tl.float32)
+        x = tl.where(x == x, x, _INF)  # NaN makes the row invalid as +inf does
+        peak, best = tl.max(x, axis=0, return_indices=True)
+        mass = tl.full((), 1.0, tl.float32)
+        if heat > 0:
+            mass = tl.sum(_shifted_exp(x, peak, heat, IS_FILTERED), axis=0)
+        place = row * tl.num_programs(0) + tile
+        tl.store(peaks + place, peak)
+        tl.store(masses + place, mass)
+        tl.store(ids + place, tile * BLOCK + best)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_outputs", "drafts_stride", "num_drafts", "result_stride"])
+def _judge(
+    peaks, masses, ids, num_tiles, num_outputs, num_token_ids, logits, row_stride, cu_outputs, widths, emits,
+    drafts, drafts_stride, draft_prob, prob_stride, prob_place_stride, num_drafts, slots, num_given, context,
+    temperature, seed, result, result_stride, stopped, best,
+    IS_FILTERED: tl.constexpr, IS_CERTAIN: tl.constexpr, PLACES: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """One program: one sequence; how many drafts stand, and what is known of the row behind them."""
+    sequence = tl.program_id(0).to(tl.int64)
+    width, is_emitting = tl.load(widths + sequence), tl.load(emits + sequence)
+    slot = tl.load(slots + sequence)
+    heat = tl.load(temperature + slot)
+    place, tile = tl.arange(0, PLACES), tl.arange(0, TILES)
+    row = tl.load(cu_outputs + sequence) + place
+    is_row = (place <= width) & (place <= num_drafts) & (row < num_outputs) & (is_emitting != 0)
+    at = row[:, None] * num_tiles + tile[None, :]
+    is_tile = is_row[:, None] & (tile < num_tiles)[None, :]
+    peak = tl.load(peaks + at, mask=is_tile, other=-_INF)
+    top, top_tile = tl.max(peak, axis=1, return_indices=True)
+    likeliest = tl.minimum(tl.load(ids + row * num_tiles + top_tile, mask=is_row, other=0), num_token_ids - 1)
+    share = _shifted_exp(peak, top[:, None], tl.where(heat > 0, heat, 1.0), IS_FILTERED)
+    mass = tl.sum(tl.load(masses + at, mask=is_tile, other=0.0) * share, axis=1)
+
+    is_draft = is_row & (place < width) & (place < num_drafts)
+    draft = tl.load(drafts + sequence * drafts_stride + place, mask=is_draft, other=0)
+    target_prob = (draft == likeliest).to(tl.float32)
+    if heat > 0:
+        x = tl.load(logits + row * row_stride + draft, mask=is_draft, other=0.0).to(tl.float32)
+        target_prob = _shifted_exp(x, top, heat, IS_FILTERED) / mass
+    ratio = target_prob
+    if not IS_CERTAIN:
+        of_draft = draft_prob + sequence * prob_stride + place * prob_place_stride + draft
+        prob = tl.load(of_draft, mask=is_draft, other=0.0)
+        ratio = tl.where(prob > 0, target_prob / tl.where(prob > 0, prob, 1.0), 0.0)
+    anchor = tl.load(context + slot) + tl.load(num_given + sequence) - 1
+    passes = uniform(tl.load(seed + slot), anchor, place, _ACCEPT) < tl.minimum(ratio, 1.0).to(tl.float64)
+    num_accepted = tl.min(tl.where(is_draft & passes, PLACES, place), axis=0)
+
+    is_bad = is_row & (place <= num_accepted) & ~(tl.abs(top) < _INF)
+    out = result + sequence * result_stride
+    tl.store(out, width.to(tl.int32))
+    tl.store(out + 1, num_accepted)
+    tl.store(out + 2, tl.max(is_bad.to(tl.int32), axis=0))
+    tl.store(out + 3 + place, draft.to(tl.int32), mask=place <= num_drafts)
+    is_last = place == num_accepted
+    tl.store(stopped + sequence * 2 + place * 0, top, mask=is_last)
+    tl.store(stopped + sequence * 2 + 1 + place * 0, mass, mask=is_last)
+    tl.store(best + sequence + place * 0, likeliest, mask=is_last)
+
+
+@triton.jit
+def _stopped_row(
+    tile, sequence, logits, row_stride, num_token_ids, num_outputs, cu_outputs, widths, drafts, drafts_stride,
+    draft_prob, prob_stride, prob_place_stride, heat, num_accepted, stopped,
+    IS_FILTERED: tl.constexpr, IS_CERTAIN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """p and max(p - q, 0) of one tile of the row behind the accepted drafts, float64; q is 0 if no draft was refused."""
+    token_id = tile * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(cu_outputs + sequence) + num_accepted
+    is_known = (token_id < num_token_ids) & (row < num_outputs)
+    x = tl.load(logits + row * row_stride + token_id, mask=is_known, other=-_INF).to(tl.float32)
+    peak, mass = tl.load(stopped + sequence * 2), tl.load(stopped + sequence * 2 + 1)
+    p = tl.where(is_known, _shifted_exp(x, peak, heat, IS_FILTERED) / mass, 0.0)
+    is_refused = num_accepted < tl.load(widths + sequence)
+    if IS_CERTAIN:
+        draft = tl.load(drafts + sequence * drafts_stride + num_accepted, mask=is_refused, other=-1)
+        q = (token_id == draft).to(tl.float32)
+    else:
+        at = draft_prob + sequence * prob_stride + num_accepted * prob_place_stride + token_id
+        q = tl.load(at, mask=is_known & is_refused, other=0.0)
+    return p.to(tl.float64), tl.maximum(p - q, 0.0).to(tl.float64)
+
+
+@triton.jit(do_not_specialize=["num_outputs", "drafts_stride", "result_stride", "num_sums", "num_sequences"])
+def _sum_tiles(
+    logits, row_stride, num_token_ids, num_outputs, cu_outputs, widths, emits, drafts, drafts_stride,
+    draft_prob, prob_stride, prob_place_stride, slots, temperature, result, result_stride, stopped, sums, num_sums,
+    num_sequences, IS_FILTERED: tl.constexpr, IS_CERTAIN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of the row where one sequence stopped. Greedy sequences need no sums."""
+    tile, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    heat = tl.load(temperature + tl.load(slots + sequence))
+    if (heat > 0) & (tl.load(emits + sequence) != 0):
+        num_accepted = tl.load(result + sequence * result_stride + 1).to(tl.int64)
+        p, residual = _stopped_row(
+            tile, sequence, logits, row_stride, num_token_ids, num_outputs, cu_outputs, widths, drafts, drafts_stride,
+            draft_prob, prob_stride, prob_place_stride, heat, num_accepted, stopped, IS_FILTERED, IS_CERTAIN, BLOCK,
+        )  # fmt: skip
+        at = sequence * num_sums + tile
+        tl.store(sums + at, tl.sum(p, axis=0))
+        tl.store(sums + num_sequences * num_sums + at, tl.sum(residual, axis=0))
+
+
+@triton.jit(
+    do_not_specialize=["num_outputs", "drafts_stride", "result_stride", "num_sums", "num_sequences", "num_drafts"]
+)
+def _draw_following(
+    logits, row_stride, num_token_ids, num_outputs, cu_outputs, widths, emits, drafts, drafts_stride,
+    draft_prob, prob_stride, prob_place_stride, slots, temperature, result, result_stride, stopped, sums, num_sums,
+    num_sequences, best, seed, num_given, context, num_drafts, token_ids, token_ids_stride,
+    IS_FILTERED: tl.constexpr, IS_CERTAIN: tl.constexpr, BLOCK: tl.constexpr,
+    APPLY: tl.constexpr, PLACES: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """One program: the token after the accepted drafts of one sequence."""
+    sequence = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + sequence)
+    heat, given, is_emitting = tl.load(temperature + slot), tl.load(num_given + sequence), tl.load(emits + sequence)
+    out = result + sequence * result_stride
+    num_accepted = tl.load(out + 1).to(tl.int64)
+    # Greedy: p is one-hot, so whatever is left of it after q is its argmax.
+    following = tl.load(best + sequence)
+    if (heat > 0) & (is_emitting != 0):
+        tile = tl.arange(0, SUMS)
+        at = sequence * num_sums + tile
+        sum_p = tl.load(sums + at, mask=tile < num_sums, other=0.0)
+        sum_residual = tl.load(sums + num_sequences * num_sums + at, mask=tile < num_sums, other=0.0)
+        # Nothing is left only where p <= q everywhere, that is p = q up to rounding: p itself is right there.
+        is_refused = (num_accepted < tl.load(widths + sequence)) & (tl.sum(sum_residual, axis=0) > 0)
+        weight = tl.where(is_refused, sum_residual, sum_p)
+        cumulative = tl.cumsum(weight, axis=0)
+        anchor = tl.load(context + slot) + given - 1
+        point = uniform(tl.load(seed + slot), anchor, num_accepted, _RESIDUAL) * tl.sum(weight, axis=0)
+        chosen = tl.min(tl.where((cumulative > point) & (weight > 0), tile, num_sums - 1), axis=0)
+        before = tl.sum(tl.where(tile < chosen, weight, 0.0), axis=0)
+        p, residual = _stopped_row(
+            chosen, sequence, logits, row_stride, num_token_ids, num_outputs, cu_outputs, widths, drafts, drafts_stride,
+            draft_prob, prob_stride, prob_place_stride, heat, num_accepted, stopped, IS_FILTERED, IS_CERTAIN, BLOCK,
+        )  # fmt: skip
+        inner = tl.where(is_refused, residual, p)
+        column = tl.arange(0, BLOCK)
+        is_past = (before + tl.cumsum(inner, axis=0) > point) & (inner > 0)
+        first = tl.min(tl.where(is_past, column, BLOCK), axis=0)
+        # Rounding may leave the point behind the tile's last token; the tile's likeliest one stands in.
+        _, heaviest = tl.max(inner, axis=0, return_indices=True)
+        following = tl.minimum(chosen * BLOCK + tl.where(first < BLOCK, first, heaviest), num_token_ids - 1)
+    tl.store(out + 3 + num_accepted, following)
+    if APPLY:
+        place = tl.arange(0, PLACES)
+        emitted = tl.load(out + 3 + place, mask=place <= num_drafts, other=0)
+        emitted = tl.where(place == num_accepted, following, emitted)
+        advance(slot, given, num_accepted, is_emitting, place, emitted, context, token_ids, token_ids_stride)
