@@ -176,10 +176,12 @@ class EngineConfig:
     kv_memory: int | None = None  # bytes for the KV pool; None: enough for the slots, within the memory at hand
     seed: int | None = None  # of the seeds drawn for unseeded requests
     overlap: bool = True  # the host runs one step ahead of the device
+    backend: str = "auto"  # auto, torch, triton (fused kernels and CUDA graphs; auto on a GPU)
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
         _choice("device", str(self.device).split(":")[0], ("auto", "cpu", "cuda"))
+        _choice("backend", self.backend, ("auto", "torch", "triton"))
         for field in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_memory"):
             value = getattr(self, field)
             if value is not None and (not _is_int(value) or value < 1):

@@ -9,30 +9,31 @@ be (nothing, the last step, this step) and nothing else about it.
 
 import dataclasses
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from slipstream.cache.pool import KVPool
-from slipstream.commit import Delta, commit
+from slipstream.commit import Delta, Gains, commit
 from slipstream.decide.policy import Policy
-from slipstream.device.batch import committed_kv_slots, fill, layout
+from slipstream.device.backend import Backend
+from slipstream.device.batch import Batch
 from slipstream.device.events import Kind, Mark, NullRecorder, Recorder, Stopwatch
-from slipstream.device.staging import Export, Exporter, Uploader
-from slipstream.device.state import PlanOnDevice, SlotState, apply_verdict, load
+from slipstream.device.shapes import DraftShape, VerifyShape
+from slipstream.device.staging import Export, Exporter
+from slipstream.device.state import PlanOnDevice, SlotState
 from slipstream.draft.base import Draft, Drafter, DraftView
 from slipstream.errors import EngineError
 from slipstream.metrics import SpecCounters
-from slipstream.ops.attention import Segment
-from slipstream.ops.rank import rank
-from slipstream.ops.survival import fresh_survival
 from slipstream.plan import Decision, DraftReport, StepPlan, StepResult
 from slipstream.request import Request
 from slipstream.scheduler import Scheduler
-from slipstream.verify.accept import Rule, StepRule, silent_verdict, view_sampling
-from slipstream.verify.target import Target
+from slipstream.verify.accept import Rule, StepRule, Verdict
+from slipstream.verify.target import TargetForward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,11 +41,20 @@ class Drafted:
     """A step between its two launches."""
 
     plan: StepPlan
-    on_device: PlanOnDevice
+    loaded: PlanOnDevice
     rule: StepRule
     draft: Draft | None  # None: draft length 0, or nobody decodes
     report: Export | None  # its confidence on the way to the host
     marks: tuple[Mark, Mark]  # around the launch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VerifiedRows:
+    """What the target's forward leaves behind."""
+
+    batch: Batch
+    logits: torch.Tensor  # [O, V]
+    features: torch.Tensor | None  # [R, K * H] for the drafter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,34 +74,29 @@ class Flight:
 
 class Engine:
     def __init__(
-        self, *, target: Target, drafter: Drafter | None, pools: tuple[KVPool, ...], state: SlotState, policy: Policy,
-        rule: Rule, scheduler: Scheduler, vocab_size: int, device: torch.device, overlap: bool,
-        recorder: Recorder | None = None,
+        self, *, target: TargetForward, drafter: Drafter | None, backend: Backend, policy: Policy, rule: Rule,
+        scheduler: Scheduler, vocab_size: int, device: torch.device, overlap: bool, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         self.target = target
         self.drafter = drafter
         self.policy = policy
         self.scheduler = scheduler
-        self.state = state
+        self.backend = backend
         self.overlap = overlap
         self.recorder = recorder or NullRecorder()
         self.totals = SpecCounters()
         self.requests: dict[int, Request] = {}
         self._inboxes: dict[int, deque[Delta]] = {}
         self.num_decode_steps = 0  # launched steps in which somebody decoded
-        self._rule = rule
-        self._vocab_size = vocab_size
-        self._device = device
-        self._pools = pools
-        self._page_size = target.pool.page_size
-        self._uploader = Uploader(device)
+        self.rule = rule
+        self.vocab_size = vocab_size
         self._exporter = Exporter(device)
         self._stopwatch = Stopwatch(device.type == "cuda")
         self._previous: Flight | None = None  # overlapped: in flight; plain: kept for its confidence
 
     # ------------------------------------------------------------------ the two loops
 
-    def step(self) -> list[Delta]:
+    def step(self) -> Sequence[Delta]:
         """One turn of the loop: launches a step if one can be planned, returns what requests gained.
 
         An exception of a part (a drafter, a policy, an interrupt) leaves a step half-way. It ends every running request
@@ -103,7 +108,7 @@ class Engine:
             self._abandon(error)
             raise
 
-    def _step_plain(self) -> list[Delta]:
+    def _step_plain(self) -> Sequence[Delta]:
         plan = self._schedule()
         if plan is None:
             return self._stuck()
@@ -116,14 +121,14 @@ class Engine:
         self._previous = self.launch_verify(drafted, decision)
         return self.collect(self._previous)
 
-    def _step_overlapped(self) -> list[Delta]:
+    def _step_overlapped(self) -> Sequence[Delta]:
         plan = self._schedule()
         previous, self._previous = self._previous, None
         if self.policy.waits_for == "lagged":
             self.take_confidence(previous.drafted if previous else None)
         if plan is None:  # nothing can be launched before the step in flight is known
             return self.collect(previous) if previous else self._stuck()
-        deltas = []
+        deltas: Sequence[Delta] = []
         drafted = self.launch_draft(self._with_draft_length(plan))
         if self.policy.waits_for == "fresh":
             deltas = self.collect(previous)
@@ -132,7 +137,7 @@ class Engine:
         self._previous = self.launch_verify(drafted, decision)
         return deltas if self.policy.waits_for == "fresh" else self.collect(previous)
 
-    def _stuck(self) -> list[Delta]:
+    def _stuck(self) -> Sequence[Delta]:
         """No step can be planned and nothing is in flight: fine without work, a fault with it, never a busy loop."""
         if self.has_work:
             raise EngineError(
@@ -162,56 +167,75 @@ class Engine:
 
     @torch.inference_mode()
     def launch_draft(self, plan: StepPlan) -> Drafted:
-        step, start = plan.step, self._stopwatch.mark()
+        start = self._stopwatch.mark()
         self.num_decode_steps += plan.num_decode > 0
-        with self._span(step, "load", "device"):
-            on_device = load(self.state, plan, self._uploader, self._pools)
-            rule = self._rule.begin(view_sampling(self.state, on_device, plan), self._vocab_size)
-        if plan.draft_length == 0:
-            return Drafted(plan, on_device, rule, None, None, (start, self._stopwatch.mark()))
+        with self._span(plan.step, "load", "device"):
+            loaded = self.backend.load(plan)
+            rule = self.rule.begin(self.backend.state, loaded, plan, self.vocab_size)
+        draft, report = None, None
+        if plan.draft_length:
+            assert self.drafter is not None
+            self.backend.before("draft", self._exporter)
+            shape = self.backend.draft_shape(plan)
+            draft = self._run("draft", shape, partial(self.draft_stage, shape, loaded, rule, plan.step), plan.step)
+            if self.policy.waits_for != "nothing":
+                with self._span(plan.step, "export_confidence", "device"):
+                    report = self._exporter.start("confidence", draft.signal[: plan.num_decode])
+        return Drafted(plan, loaded, rule, draft, report, (start, self._stopwatch.mark()))
+
+    def draft_stage(self, shape: DraftShape, loaded: PlanOnDevice, rule: StepRule, step: int) -> Draft:
         assert self.drafter is not None
         with self._span(step, "draft", "device"):
-            draft = self.drafter.propose(self._draft_view(plan, on_device), plan.draft_length, rule, self.policy.signal)
-        report = None
-        if self.policy.waits_for != "nothing":
-            with self._span(step, "export_confidence", "device"):
-                report = self._exporter.start({"signal": draft.signal})
-        return Drafted(plan, on_device, rule, draft, report, (start, self._stopwatch.mark()))
+            view = DraftView(loaded.slots[: shape.num_sequences], self.backend.state, shape.max_context, step)
+            draft = self.drafter.propose(view, shape.draft_length, rule, self.policy.signal)
+            self.backend.hold(draft.token_ids)
+            return draft
 
     @torch.inference_mode()
     def launch_verify(self, drafted: Drafted, decision: Decision) -> Flight:
-        plan, on_device, draft = drafted.plan, drafted.on_device, drafted.draft
-        step, start = plan.step, self._stopwatch.mark()
+        plan, step, start = drafted.plan, drafted.plan.step, self._stopwatch.mark()
         widths = self._widths(drafted, decision)
-        with self._span(step, "layout", "device"):
-            num_drafts = decision.num_draft_rows
-            num_rows, num_outputs = plan.num_given + num_drafts, plan.num_emitting + num_drafts
-            batch = layout(self.state, on_device, widths, num_rows, num_outputs, self._page_size)
-        with self._span(step, "fill", "device"):
-            token_ids = batch.token_ids if draft is None else fill(batch, draft.token_ids)
-        with self._span(step, "verify", "device"):
-            logits, features = self.target.verify(batch, token_ids, self._segments(plan, decision))
-        with self._span(step, "accept", "device"):
-            verdict = silent_verdict(batch)
-            if num_outputs:
-                drafts, prob = (draft.token_ids, draft.prob) if draft else (self._no_drafts(plan), None)
-                verdict = drafted.rule.judge(batch, logits, drafts, prob)
-        with self._span(step, "apply", "device"):
-            apply_verdict(self.state, on_device, verdict.num_accepted, verdict.emitted)
-            if self.drafter is not None and features is not None:
-                kv_slots = committed_kv_slots(batch, verdict.num_accepted, self._page_size)
-                self.drafter.absorb(features, batch.positions, kv_slots)
-            if self.drafter is not None and draft is not None:
-                count = plan.num_decode
-                teaches = on_device.teaches[:count] & ~verdict.invalid[:count]
-                self.drafter.settle(draft, widths[:count], verdict.num_accepted[:count], teaches)
+        shape = self.backend.verify_shape(plan, decision)
+        rows = self._run("verify", shape, partial(self.verify_stages, shape, drafted, widths), step)
+        self.backend.before("accept", self._exporter)
+        verdict = self._run("accept", shape, partial(self.accept_stages, shape, drafted, rows), step)
         end = self._stopwatch.mark()  # before the export: whoever waited for that has waited for this mark too
         with self._span(step, "export", "device"):
-            result = self._exporter.start({
-                "widths": widths, "num_accepted": verdict.num_accepted, "emitted": verdict.emitted,
-                "invalid": verdict.invalid,
-            })  # fmt: skip
+            result = self._exporter.start("result", verdict.result[: plan.num_sequences])
         return Flight(drafted, decision, result, (start, end))
+
+    def verify_stages(self, shape: VerifyShape, drafted: Drafted, widths: torch.Tensor) -> VerifiedRows:
+        step, draft = drafted.plan.step, drafted.draft
+        with self._span(step, "layout", "device"):
+            batch = self.backend.layout(drafted.loaded, widths, shape)
+        with self._span(step, "fill", "device"):
+            token_ids = self.backend.fill(batch, None if draft is None else draft.token_ids)
+        with self._span(step, "verify", "device"):
+            logits, features = self.target.verify(batch, token_ids, shape)
+        return VerifiedRows(batch, logits, features)
+
+    def accept_stages(self, shape: VerifyShape, drafted: Drafted, rows: VerifiedRows) -> Verdict:
+        plan, draft, step = drafted.plan, drafted.draft, drafted.plan.step
+        with self._span(step, "accept", "device"):
+            drafts, prob = (None, None) if draft is None else (draft.token_ids, draft.prob)
+            verdict = drafted.rule.judge(rows.batch, rows.logits, drafts, prob, shape)
+        with self._span(step, "apply", "device"):
+            self.backend.apply(drafted.loaded, verdict.result)
+            if self.drafter is not None and rows.features is not None:
+                self.drafter.absorb(rows.features, rows.batch.positions, rows.batch.kv_slots)
+            if self.drafter is not None and draft is not None and draft.evidence is not None:
+                count = plan.num_decode
+                teaches = drafted.loaded.teaches[:count] & ~verdict.invalid[:count]
+                self.drafter.settle(draft, verdict.result[:count, 0].long(), verdict.num_accepted[:count], teaches)
+        return verdict
+
+    def _run(self, stage: str, shape: DraftShape | VerifyShape, function: Callable[[], Any], step: int) -> Any:
+        """A stage as it is, or its replay where it was captured at this shape."""
+        replay = self.backend.replay(stage, shape)
+        if replay is None:
+            return function()
+        with self.recorder.span(step, stage, "device", one_launch=True):
+            return replay()
 
     # ------------------------------------------------------------------ the two functions that wait
 
@@ -220,33 +244,38 @@ class Engine:
         if drafted is None or drafted.report is None:
             return
         with self._span(drafted.plan.step, "take_confidence", "wait"):
-            signal = drafted.report.wait()["signal"]
+            signal = drafted.report.wait().copy()  # policies keep it; the buffer is written again
         self.policy.observe(drafted.plan, DraftReport(step=drafted.plan.step, signal_np=signal))
 
-    def collect(self, flight: Flight | None) -> list[Delta]:
+    def collect(self, flight: Flight | None) -> Sequence[Delta]:
         """Wait for a step's result and commit it."""
         if flight is None:
             return []
         plan = flight.drafted.plan
         with self._span(plan.step, "collect", "wait"):
-            values = flight.result.wait()
+            result_np = flight.result.wait()
         result = StepResult(
             step=plan.step,
-            widths_np=values["widths"].astype(np.int32),
-            num_accepted_np=values["num_accepted"].astype(np.int32),
-            token_ids_np=values["emitted"].astype(np.int32),
-            invalid_np=values["invalid"],
+            widths_np=result_np[:, 0].copy(),
+            num_accepted_np=result_np[:, 1].copy(),
+            token_ids_np=result_np[:, 3:].copy(),
+            invalid_np=result_np[:, 2] > 0,
         )
         with self._span(plan.step, "commit", "host"):
             self.policy.learn(plan, result)
             self.policy.timed(plan, flight.decision, flight.device_ms)
-            deltas = commit(plan, result, self.requests, self.scheduler)
-        for delta in deltas:
-            if (inbox := self._inboxes.get(delta.request.uid)) is not None:
-                inbox.append(delta)
-            if delta.finish_reason is not None:
-                self._forget(delta.request)
-        return deltas
+            gains = commit(plan, result, self.scheduler)
+        self._hand_out(gains)
+        return gains
+
+    def _hand_out(self, gains: Gains) -> None:
+        """Deltas for those who have an inbox, before those that have ended are forgotten."""
+        if self._inboxes:
+            for index, request in enumerate(gains.requests):
+                if (inbox := self._inboxes.get(request.uid)) is not None:
+                    inbox.append(gains[index])
+        for request in gains.ended:
+            self._forget(request)
 
     # ------------------------------------------------------------------ requests
 
@@ -263,6 +292,10 @@ class Engine:
         if request is not None:
             self.scheduler.finish(request, "abort")
             self._forget(request)
+
+    @property
+    def state(self) -> SlotState:
+        return self.backend.state
 
     @property
     def has_work(self) -> bool:
@@ -292,50 +325,14 @@ class Engine:
     # ------------------------------------------------------------------ what the stages are given
 
     def _widths(self, drafted: Drafted, decision: Decision) -> torch.Tensor:
-        """Upload the decision; with a budget, hand it out by this step's survival (stage `rank`)."""
+        """The decision on the device; with a budget, handed out by this step's survival (stage `rank`)."""
         if decision.widths_np is not None:
-            return self._uploader.upload({"widths": decision.widths_np.astype(np.int64)})["widths"]
-        assert decision.budget is not None
-        moved = self._uploader.upload(
-            {"caps": decision.caps_np.astype(np.int64), "calibration": self.policy.calibration_np}
-        )
-        if drafted.draft is None:
-            return torch.zeros_like(moved["caps"])
-        with self._span(drafted.plan.step, "rank", "device"):
-            num_decode = drafted.plan.num_decode
-            sampled = self.state.temperature[drafted.on_device.slots[:num_decode]] > 0
-            survival = fresh_survival(drafted.draft.signal, moved["calibration"], sampled)
-            widths = torch.zeros_like(moved["caps"])
-            widths[:num_decode] = rank(survival, moved["caps"][:num_decode], decision.budget)
-            return widths
-
-    def _draft_view(self, plan: StepPlan, on_device: PlanOnDevice) -> DraftView:
-        slots = on_device.slots[: plan.num_decode]
-        context = self.state.context[slots]
-        return DraftView(
-            slots=slots,
-            context=context,
-            anchor_ids=self.state.token_ids[slots, context].long(),
-            page_table=self.state.page_table[slots],
-            sampled=self.state.temperature[slots] > 0,
-            history=self.state.token_ids,
-            max_context=int(plan.context_upper_bound_np[: plan.num_decode].max()),
-            step=plan.step,
-        )
-
-    @staticmethod
-    def _segments(plan: StepPlan, decision: Decision) -> tuple[Segment, ...]:
-        """Decoding sequences are attended together, every prefill chunk by itself; bounds the host knows."""
-        drafts = decision.caps_np if decision.widths_np is None else decision.widths_np
-        rows = plan.num_given_np + drafts
-        kv = plan.context_upper_bound_np + rows
-        count = plan.num_decode
-        decode = [Segment(0, count, int(rows[:count].max()), int(kv[:count].max()))] if count else []
-        chunks = [Segment(i, i + 1, int(rows[i]), int(kv[i])) for i in range(count, plan.num_sequences)]
-        return tuple(decode + chunks)
-
-    def _no_drafts(self, plan: StepPlan) -> torch.Tensor:
-        return torch.zeros(plan.num_decode, 0, dtype=torch.int64, device=self._device)
+            return self.backend.place(decision)
+        plan, draft = drafted.plan, drafted.draft
+        if draft is None:
+            return self.backend.place(dataclasses.replace(decision, widths_np=np.zeros_like(plan.caps_np), budget=None))
+        with self._span(plan.step, "rank", "device"):
+            return self.backend.rank(plan, drafted.loaded, decision, draft.signal, self.policy.calibration_np)
 
     def _span(self, step: int, name: str, kind: Kind) -> AbstractContextManager[None]:
         return self.recorder.span(step, name, kind)

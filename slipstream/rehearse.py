@@ -4,16 +4,13 @@ Used to measure step times: `slipstream profile`, and the cost model made at sta
 are as before when a rehearsal ends, and slot state holds nothing that an admission would not overwrite.
 """
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from slipstream.device.staging import Uploader
-from slipstream.device.state import load
+from slipstream.device.events import Stopwatch
 from slipstream.engine import Engine
 from slipstream.errors import CapacityError
 from slipstream.plan import Admission, Decision, StepPlan
@@ -39,17 +36,17 @@ def time_step(
     decision = Decision(
         widths_np=np.full(num_sequences, width, np.int32), budget=None, caps_np=np.full(num_sequences, width, np.int32)
     )
-    times = []
+    flights = []
     with _made_up_requests(engine, num_sequences, context, length) as plan:
-        for _ in range(repeats + 1):
+        for _ in range(
+            repeats + 1
+        ):  # all are launched before the first is waited for: a GPU must not wait for the host
             engine.state.context[:num_sequences].fill_(context)
-            start = _now(engine)
-            drafted = engine.launch_draft(plan)
-            middle = _now(engine)
-            engine.launch_verify(drafted, decision).result.wait()
-            times.append((middle - start, _now(engine) - middle))
-    draft_s, verify_s = np.median(np.array(times[1:]), axis=0).tolist()
-    return StepTime(1e3 * draft_s if length else 0.0, 1e3 * verify_s)
+            flights.append(engine.launch_verify(engine.launch_draft(plan), decision))
+        flights[-1].result.wait()
+    times = [(Stopwatch.elapsed_ms(*f.drafted.marks), Stopwatch.elapsed_ms(*f.marks)) for f in flights[1:]]
+    draft_ms, verify_ms = np.median(np.array(times), axis=0).tolist()
+    return StepTime(draft_ms if length else 0.0, verify_ms)
 
 
 @contextmanager
@@ -68,7 +65,7 @@ def _made_up_requests(engine: Engine, count: int, context: int, draft_length: in
     )
     try:
         setup = _plan(count, context, 0, admissions, np.array(writes, np.int32))
-        load(engine.state, setup, Uploader(engine.state.context.device), ())
+        engine.backend.load(setup)
         yield _plan(count, context, draft_length, (), np.zeros((0, 3), np.int32))
     finally:
         pages.give(taken)
@@ -85,9 +82,3 @@ def _plan(
         context_upper_bound_np=context * ones, sampled_np=np.zeros(count, np.bool_), teaches_np=np.zeros(count, np.bool_),
         admissions=admissions, page_writes_np=page_writes_np, any_sampled=False, any_top_k=False, any_top_p=False,
     )  # fmt: skip
-
-
-def _now(engine: Engine) -> float:
-    if engine.state.context.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter()

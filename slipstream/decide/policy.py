@@ -20,7 +20,7 @@ from slipstream.decide import controller
 from slipstream.decide.confidence import Confidence, ConfidenceStore
 from slipstream.decide.controller import Candidates, DecisionRecord, Problem
 from slipstream.decide.cost import CostModel, TableCost
-from slipstream.decide.survival import Calibration, SurvivalModel
+from slipstream.decide.survival import Calibration, SurvivalModel, survival_of
 from slipstream.errors import ConfigError
 from slipstream.plan import Decision, DraftReport, StepPlan, StepResult
 
@@ -162,9 +162,9 @@ class Adaptive:
         expected = self._expect(plan)
         rates = controller.best_rate_by_length(
             expected.rank(np.minimum(plan.caps_np, np.int64(self.num_drafts))),
-            plan.context_upper_bound_np.astype(np.int64),
-            plan.num_given_np.astype(np.int64),
-            plan.num_emitting,
+            expected.kv_np,
+            expected.given_np,
+            expected.num_emitting,
             cost.step,
             {size: cost.draft_ms(size, plan.num_decode) for size in self._lengths.sizes},
         )
@@ -188,9 +188,9 @@ class Adaptive:
                 survival_np=expected.survival_np,
                 unknown_np=expected.unknown_np,
                 caps_np=caps,
-                kv_np=plan.context_upper_bound_np.astype(np.int64),
-                given_np=plan.num_given_np.astype(np.int64),
-                num_emitting=plan.num_emitting,
+                kv_np=expected.kv_np,
+                given_np=expected.given_np,
+                num_emitting=expected.num_emitting,
                 cost=step_cost,
                 draft_ms=self.cost.draft_ms(plan.draft_length, plan.num_decode),
                 min_gain=self._min_gain,
@@ -218,14 +218,14 @@ class Adaptive:
                 survival = model.extend(survival, lagged.lengths_np, classes)
             survival = self._with_prior(plan, model.predict(survival, classes), lagged.known_np, classes)
             unknown = _over_all(plan, ~(lagged.known_np | lagged.stale_np))
-            expected = self._expected = _Expected(plan, survival, unknown, lagged, model.version)
+            expected = self._expected = _Expected.of(plan, survival, unknown, lagged, model.version)
         return expected
 
     def _see(self, plan: StepPlan) -> "_Expected":
         """What the draft of this very step says; nothing is unknown once its report was observed."""
         own, classes = self.store.own(plan), _classes(plan)
         survival = self._with_prior(plan, self.survival.fresh(own.signal_np, classes), own.known_np, classes)
-        return _Expected(plan, survival, _over_all(plan, ~own.known_np), own, self.survival.version)
+        return _Expected.of(plan, survival, _over_all(plan, ~own.known_np), own, self.survival.version)
 
     def _with_prior(self, plan: StepPlan, survival: Floats, known: Bools, classes: Ints) -> Floats:
         """[B, S], 0 in prefill."""
@@ -279,10 +279,19 @@ class Adaptive:
     def _teach_sightings(self) -> None:
         """Lag map and prior, from every report that came in since the last call."""
         for seen in self._untaught:
-            fresh = self.survival.fresh(seen.signal_np, seen.class_np)
-            lagged = self.survival.fresh(seen.lagged.signal_np, seen.class_np)
-            self.survival.teach_survival(fresh, lagged, seen.lagged.lengths_np, seen.class_np, seen.teaches_np)
+            confidence, length = self._confidence(seen), seen.signal_np.shape[1]
+            lagged = self.survival.fresh(seen.lagged.signal_np, seen.class_np)[:, :length]
+            self.survival.teach_survival(
+                survival_of(confidence), lagged, seen.lagged.lengths_np, seen.class_np, seen.teaches_np
+            )
         self._untaught.clear()
+
+    def _confidence(self, seen: "_Sighting") -> Floats:
+        """[D, d] by the calibration of now; made once while that stays."""
+        calibration = self.survival.calibration_np
+        if seen.calibrated is None or seen.calibrated[0] is not calibration:
+            seen.calibrated = calibration, self.survival.confidence(seen.signal_np, seen.class_np)
+        return seen.calibrated[1]
 
     def _pair(self, step: int, half: "_Half") -> None:
         """Bring a step's confidence and its outcome together, whichever comes first, and teach from the two."""
@@ -297,7 +306,7 @@ class Adaptive:
             return
         num_decode = len(seen.class_np)
         self.survival.teach_outcomes(
-            self.survival.confidence(seen.signal_np, seen.class_np),
+            self._confidence(seen),
             result.widths_np[:num_decode],
             result.num_accepted_np[:num_decode],
             seen.class_np,
@@ -305,7 +314,7 @@ class Adaptive:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Sighting:
     """A report with what was known of the same rows before it."""
 
@@ -313,6 +322,7 @@ class _Sighting:
     signal_np: Float32s  # [D, d]
     lagged: Confidence
     teaches_np: Bools  # [D]
+    calibrated: tuple[Float32s, Floats] | None = None  # a calibration and the confidences [D, d] by it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -363,7 +373,17 @@ class _Expected:
     unknown_np: Bools  # [B]
     confidence: Confidence
     version: int  # of the survival model
+    kv_np: Ints  # [B]
+    given_np: Ints  # [B]
+    num_emitting: int
     _ranked: tuple[Ints, Candidates] | None = None  # with the caps [B] that they were ranked within
+
+    @classmethod
+    def of(
+        cls, plan: StepPlan, survival_np: Floats, unknown_np: Bools, confidence: Confidence, version: int
+    ) -> "_Expected":
+        kv, given = plan.context_upper_bound_np.astype(np.int64), plan.num_given_np.astype(np.int64)
+        return cls(plan, survival_np, unknown_np, confidence, version, kv, given, int(np.count_nonzero(plan.emits_np)))
 
     def is_of(self, plan: StepPlan) -> bool:
         """Whether it is the same step's plan, at whatever draft length."""
@@ -376,7 +396,7 @@ class _Expected:
 
     def ranked_within(self, caps_np: Ints, length: int) -> Candidates | None:
         """What is left of the ranking under caps that were cut to `length`; None if there is none, or other caps."""
-        if self._ranked is None or not np.array_equal(np.minimum(self._ranked[0], length), caps_np):
+        if self._ranked is None or np.count_nonzero(np.minimum(self._ranked[0], length) != caps_np):
             return None
         return self._ranked[1].cut(length)
 

@@ -5,6 +5,8 @@ been read. Exports are copied into pinned memory on a stream of their own, each 
 runs without streams and pins. Knows nothing of what the arrays mean.
 """
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -68,38 +70,114 @@ class Uploader:
         return tensor, tensor.numpy()
 
 
-class Export:
-    """Device values on their way to the host. `wait` is the only call that blocks."""
+class Mailbox:
+    """Small arrays that go down every step, always to the same addresses: one copy for all of them.
 
-    def __init__(self, tensors: dict[str, Tensor], event: torch.cuda.Event | None) -> None:
-        self._tensors = tensors
+    `places` says what there is: name -> (shape, dtype). `post` fills the leading entries and pads the others.
+    """
+
+    def __init__(
+        self, places: dict[str, tuple[tuple[int, ...], type[Any]]], device: torch.device, num_buffers: int = 3
+    ) -> None:
+        self._offsets, size = {}, 0
+        for name, (shape, kind) in places.items():
+            self._offsets[name] = size
+            size += -(-math.prod(shape) * np.dtype(kind).itemsize // _ALIGN) * _ALIGN
+        self._places = places
+        self._received = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.received = self._views(self._received)  # name -> tensor on the device
+        staged = [torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(num_buffers)]
+        self._staged = [(tensor, {n: v.numpy() for n, v in self._views(tensor).items()}) for tensor in staged]
+        self._read: list[torch.cuda.Event | None] = [None] * num_buffers
+        self._turn = 0
+
+    def _views(self, whole: Tensor) -> dict[str, Tensor]:
+        found = {}
+        for name, (shape, kind) in self._places.items():
+            start, count = self._offsets[name], math.prod(shape) * np.dtype(kind).itemsize
+            found[name] = whole[start : start + count].view(_DTYPES[np.dtype(kind)]).view(shape)
+        return found
+
+    def post(self, arrays: dict[str, NDArray[Any]], padding: dict[str, int]) -> None:
+        """Send the arrays; places beyond an array's length hold what `padding` says for it, else what they held."""
+        self._turn = (self._turn + 1) % len(self._staged)
+        event = self._read[self._turn]
+        if event is not None:
+            event.synchronize()  # of a copy made a few steps ago: long done in a running loop
+        staged, host = self._staged[self._turn]
+        for name, array in arrays.items():
+            host[name][: len(array)] = array
+            if name in padding:
+                host[name][len(array) :] = padding[name]
+        self._received.copy_(staged, non_blocking=True)
+        if staged.is_pinned():
+            self._read[self._turn] = event = event or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+
+
+class Export:
+    """A device value on its way to the host. `wait` is the only call that blocks."""
+
+    def __init__(self, tensor: Tensor, event: torch.cuda.Event | None) -> None:
+        self._tensor = tensor
         self._event = event
 
-    def wait(self) -> dict[str, NDArray[Any]]:
+    def wait(self) -> NDArray[Any]:
         if self._event is not None:
             self._event.synchronize()
-        return {name: tensor.numpy() for name, tensor in self._tensors.items()}
+        value: NDArray[Any] = self._tensor.numpy()
+        return value
 
 
 class Exporter:
-    """Starts copies to the host that run beside the compute stream."""
+    """Starts copies to the host that run beside the compute stream, one kind of value at a time.
 
-    def __init__(self, device: torch.device) -> None:
+    Each kind has pinned buffers of its own that take turns. A source at a fixed address may be written again only after
+    its copy: `fence` makes the compute stream, not the host, wait for that.
+    """
+
+    def __init__(self, device: torch.device, num_buffers: int = 4) -> None:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._num_buffers = num_buffers
+        self._rings: dict[str, _Ring] = {}
 
-    def start(self, tensors: dict[str, Tensor]) -> Export:
+    def start(self, kind: str, tensor: Tensor) -> Export:
         if self._stream is None:
-            return Export({name: tensor.clone() for name, tensor in tensors.items()}, None)
+            return Export(tensor.clone(), None)
+        ring = self._rings.setdefault(kind, _Ring([None] * self._num_buffers))
+        host, event = ring.next(tensor)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            moved = {}
-            for name, tensor in tensors.items():
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                host.copy_(tensor, non_blocking=True)
-                tensor.record_stream(self._stream)
-                moved[name] = host
-            event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            host.copy_(tensor, non_blocking=True)
             event.record(self._stream)
-        return Export(moved, event)
+        tensor.record_stream(self._stream)
+        return Export(host, event)
+
+    def fence(self, kind: str) -> None:
+        """What is launched from now on may write where values of this kind were copied from."""
+        if kind in self._rings:
+            torch.cuda.current_stream().wait_event(self._rings[kind].latest)
+
+
+@dataclass(slots=True)
+class _Ring:
+    """Pinned buffers of one kind of export; a value must be read before its buffer's next turn."""
+
+    buffers: "list[tuple[Tensor, torch.cuda.Event] | None]"
+    turn: int = 0
+
+    def next(self, like: Tensor) -> "tuple[Tensor, torch.cuda.Event]":
+        self.turn = (self.turn + 1) % len(self.buffers)
+        entry = self.buffers[self.turn]
+        if entry is None or entry[0].dtype != like.dtype or entry[0].numel() < like.numel():
+            pinned = torch.empty(2 * like.numel(), dtype=like.dtype, pin_memory=True)
+            self.buffers[self.turn] = entry = pinned, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return entry[0][: like.numel()].view(like.shape), entry[1]
+
+    @property
+    def latest(self) -> "torch.cuda.Event":
+        entry = self.buffers[self.turn]
+        assert entry is not None
+        return entry[1]

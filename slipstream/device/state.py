@@ -18,13 +18,17 @@ from slipstream.plan import Admission, StepPlan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotState:
-    token_ids: Tensor  # [N, L + 1] int32: every known token of the request; column L takes writes that nobody wants
-    context: Tensor  # [N] int64: tokens whose KV is in the cache = position of the anchor
-    page_table: Tensor  # [N, P] int64
-    temperature: Tensor  # [N] float32
-    top_k: Tensor  # [N] int64, 0 = off
-    top_p: Tensor  # [N] float32
-    seed: Tensor  # [N] int64
+    token_ids: Tensor  # [N + 1, L + 1] int32: every known token of the request; column L takes writes that nobody wants
+    context: Tensor  # [N + 1] int64: tokens whose KV is in the cache = position of the anchor
+    page_table: Tensor  # [N + 1, P] int64
+    temperature: Tensor  # [N + 1] float32
+    top_k: Tensor  # [N + 1] int64, 0 = off
+    top_p: Tensor  # [N + 1] float32
+    seed: Tensor  # [N + 1] int64
+
+    @property
+    def padding_slot(self) -> int:
+        return len(self.context) - 1
 
     @property
     def max_len(self) -> int:
@@ -32,7 +36,9 @@ class SlotState:
 
 
 def make_slot_state(num_slots: int, max_len: int, page_size: int, device: torch.device) -> SlotState:
+    """Empty slots, and one beyond them that padding sequences use: it is read, nothing that counts is written to it."""
     max_pages = -(-max_len // page_size)
+    num_slots += 1
     return SlotState(
         token_ids=torch.zeros(num_slots, max_len + 1, dtype=torch.int32, device=device),
         context=torch.zeros(num_slots, dtype=torch.int64, device=device),

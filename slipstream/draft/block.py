@@ -14,6 +14,8 @@ from slipstream.ops.attention import block_attention, plan_block
 
 
 class BlockDraft:
+    captures = False  # bounds of attention come from the host here
+
     def __init__(self, network: BlockDrafter, pool: KVPool, num_token_ids: int) -> None:
         """num_token_ids: ids from this one on are padding of the target's vocabulary and are never drafted."""
         spec = network.spec
@@ -33,8 +35,14 @@ class BlockDraft:
         hidden = self._block_hidden(view, num_drafts)
         draft_rows = hidden[:, hidden.shape[1] - num_drafts :]  # fill-in: row 0 predicts nothing
         logits = self.network.base_logits(draft_rows).float()  # [D, d, Vd]
-        state = self.network.markov_start(hidden, view.anchor_ids)
-        previous, probs = [view.anchor_ids], []
+        return self._draw(hidden, logits, view.anchor_ids, sampler, signal)
+
+    def _draw(self, hidden: Tensor, logits: Tensor, anchors: Tensor, sampler: Sampler, signal: str) -> Draft:
+        """One token after the other: hidden [D, n, H], base logits [D, d, Vd] fp32 (overwritten), anchors [D]."""
+        num_drafts = logits.shape[1]
+        draft_rows = hidden[:, hidden.shape[1] - num_drafts :]
+        state = self.network.markov_start(hidden, anchors)
+        previous, probs = [anchors], []
         for j in range(num_drafts):
             if self.network.markov_head is not None:
                 bias, state = self.network.markov_step(state, previous[-1], draft_rows[:, j])
@@ -57,12 +65,13 @@ class BlockDraft:
     def _block_hidden(self, view: DraftView, num_drafts: int) -> Tensor:
         """[D, n, H] of the block [anchor, mask, ...]."""
         num_rows = self.network.spec.rows(num_drafts)
-        steps = torch.arange(num_rows, device=view.context.device)
-        positions = (view.context[:, None] + steps).clamp(max=self.max_position - 1)
-        masks = view.anchor_ids.new_full((len(view.anchor_ids), num_rows - 1), self.network.spec.mask_token_id)
-        embeds = self.network.embed(torch.cat([view.anchor_ids[:, None], masks], dim=1))
+        context, anchors = view.context, view.anchor_ids
+        steps = torch.arange(num_rows, device=context.device)
+        positions = (context[:, None] + steps).clamp(max=self.max_position - 1)
+        masks = anchors.new_full((len(anchors), num_rows - 1), self.network.spec.mask_token_id)
+        embeds = self.network.embed(torch.cat([anchors[:, None], masks], dim=1))
         plan = plan_block(
-            view.context, view.page_table, positions, view.max_context, self.pool.page_size, self._windows, embeds.dtype
+            context, view.page_table, positions, view.max_context, self.pool.page_size, self._windows, embeds.dtype
         )
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -82,7 +91,7 @@ class BlockDraft:
             return logits.new_zeros(drawn.shape)
         if name == "head":
             return self.network.confidence(hidden, previous).sigmoid()
-        scaled = self._known(logits) / sampler.temperature[:, None, None]
+        scaled = self._known(logits) / sampler.reading_temperature(len(drawn))[:, None, None]
         columns = drawn if self._token_ids is None else torch.searchsorted(self._token_ids, drawn)
         best = scaled.amax(-1) if name == "peak" else scaled.gather(-1, columns[..., None]).squeeze(-1)
         return (best - scaled.logsumexp(-1)).exp()

@@ -7,12 +7,13 @@ Letters in shapes: B sequences, D of them decode, d drafts, O output rows, V tok
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from slipstream.device.batch import Batch, pad_outputs
+from slipstream.device.shapes import VerifyShape
 from slipstream.device.state import PlanOnDevice, SlotState
 from slipstream.ops.noise import CounterSource, RandomSource, gumbel
 from slipstream.ops.reject import count_accepted_coupled, draft_sample, reject
@@ -22,9 +23,23 @@ from slipstream.plan import StepPlan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdict:
-    num_accepted: Tensor  # [B] int64, drafts only
-    emitted: Tensor  # [B, W + 1] token ids; valid up to column num_accepted
-    invalid: Tensor  # [B] bool: a row of the target was not finite
+    """One matrix, so that one copy takes it to the host."""
+
+    result: Tensor  # [B, 3 + W + 1] int32: width, accepted drafts n, invalid (0 or 1), token ids, valid up to number n
+
+    @classmethod
+    def of(cls, widths: Tensor, num_accepted: Tensor, invalid: Tensor, emitted: Tensor) -> "Verdict":
+        """[B], [B] drafts only, [B] bool: a row of the target was not finite, [B, W + 1]."""
+        heads = torch.stack([widths, num_accepted, invalid], dim=1)
+        return cls(torch.cat([heads, emitted], dim=1).to(torch.int32))
+
+    @property
+    def num_accepted(self) -> Tensor:
+        return self.result[:, 1].long()
+
+    @property
+    def invalid(self) -> Tensor:
+        return self.result[:, 2] > 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,11 +65,12 @@ class SamplingView:
         )  # fmt: skip
 
 
-def view_sampling(state: SlotState, on_device: PlanOnDevice, plan: StepPlan) -> SamplingView:
-    slots = on_device.slots
+def view_sampling(state: SlotState, loaded: PlanOnDevice, plan: StepPlan) -> SamplingView:
+    count = plan.num_sequences
+    slots = loaded.slots[:count]
     return SamplingView(
         state.temperature[slots], state.top_k[slots], state.top_p[slots], state.seed[slots],
-        state.context[slots] + on_device.num_given, plan.num_decode, plan.draft_length,
+        state.context[slots] + loaded.num_given[:count], plan.num_decode, plan.draft_length,
         plan.any_sampled, plan.any_top_k, plan.any_top_p,
     )  # fmt: skip
 
@@ -63,18 +79,27 @@ class StepRule(Protocol):
     """An acceptance rule in one step. It is the drafter's `Sampler` too."""
 
     @property
-    def temperature(self) -> Tensor: ...
+    def sample_drafts(self) -> bool: ...
+
+    @property
+    def shares_noise(self) -> bool: ...
+
+    def reading_temperature(self, count: int) -> Tensor: ...
 
     def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, Tensor | None]: ...
 
     def certain(self, token_ids: Tensor) -> Tensor | None: ...
 
-    def judge(self, batch: Batch, logits: Tensor, drafts: Tensor, draft_prob: Tensor | None) -> Verdict:
-        """logits [O, V] of the output rows, drafts [D, d], draft_prob [D, d, V] if `draw` or `certain` made it."""
+    def judge(
+        self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_prob: Tensor | None, shape: VerifyShape
+    ) -> Verdict:
+        """logits [O, V] of the output rows; drafts [D, d], if any, and what `draw` or `certain` gave beside them."""
 
 
 class Rule(Protocol):
-    def begin(self, view: SamplingView, vocab_size: int) -> StepRule: ...
+    captures: ClassVar[bool]  # verdicts may be recorded in a CUDA graph, and padding does not disturb them
+
+    def begin(self, state: SlotState, loaded: PlanOnDevice, plan: StepPlan, vocab_size: int) -> StepRule: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +107,10 @@ class CoupledRule:
     """Drafter and target share their noise, so no policy can bias the output, whatever it looks at."""
 
     sample_drafts: bool
+    captures: ClassVar[bool] = False
 
-    def begin(self, view: SamplingView, vocab_size: int) -> "CoupledStep":
+    def begin(self, state: SlotState, loaded: PlanOnDevice, plan: StepPlan, vocab_size: int) -> "CoupledStep":
+        view = view_sampling(state, loaded, plan)
         return CoupledStep(view, self._noise(view, vocab_size) if view.any_sampled else None, self.sample_drafts)
 
     @staticmethod
@@ -102,10 +129,10 @@ class CoupledStep:
     view: SamplingView
     noise: Tensor | None
     sample_drafts: bool
+    shares_noise: ClassVar[bool] = True
 
-    @property
-    def temperature(self) -> Tensor:
-        return _reading_temperature(self.view)
+    def reading_temperature(self, count: int) -> Tensor:
+        return _above_zero(self.view.temperature[:count])
 
     def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if self.noise is None or not self.sample_drafts:
@@ -115,14 +142,19 @@ class CoupledStep:
             noise = self.noise[offset : len(logits) * places : places]
             noise = noise if token_ids is None else noise.index_select(1, token_ids)
             temperature = self.view.temperature[: len(logits)]
-            columns = coupled_targets(logits / self.temperature[:, None], temperature, noise)
+            columns = coupled_targets(logits / _above_zero(temperature)[:, None], temperature, noise)
         return (columns if token_ids is None else token_ids[columns]), None
 
     def certain(self, token_ids: Tensor) -> None:
         return None
 
-    def judge(self, batch: Batch, logits: Tensor, drafts: Tensor, draft_prob: Tensor | None) -> Verdict:
-        rows, places, logits = batch.output_sequence, self.view.draft_length + 1, logits.float()
+    def judge(
+        self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_prob: Tensor | None, shape: VerifyShape
+    ) -> Verdict:
+        batch, logits = _exact(batch, logits, shape)
+        if not len(logits):
+            return silent_verdict(batch)
+        rows, places = batch.output_sequence, self.view.draft_length + 1
         noise = self.noise
         if noise is not None:
             decode_row = rows * places + batch.output_offset
@@ -130,8 +162,9 @@ class CoupledStep:
             noise = noise.index_select(0, torch.where(rows < self.view.num_decode, decode_row, other_row))
         chosen = coupled_targets(self.view.filtered(logits, rows), self.view.temperature[rows], noise)
         emitted = pad_outputs(batch, chosen, places)
-        num_accepted = count_accepted_coupled(_for_all(drafts, len(batch.widths)), emitted, batch.widths)
-        return Verdict(num_accepted, emitted, _any_invalid(batch, logits, num_accepted))
+        drafts = _for_all(_drafts(drafts, self.view), len(batch.widths))
+        num_accepted = count_accepted_coupled(drafts, emitted, batch.widths)
+        return Verdict.of(batch.widths, num_accepted, _any_invalid(batch, logits, num_accepted), emitted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +173,10 @@ class RejectionRule:
 
     sample_drafts: bool
     source: RandomSource = field(default_factory=CounterSource)
+    captures: ClassVar[bool] = False
 
-    def begin(self, view: SamplingView, vocab_size: int) -> "RejectionStep":
+    def begin(self, state: SlotState, loaded: PlanOnDevice, plan: StepPlan, vocab_size: int) -> "RejectionStep":
+        view = view_sampling(state, loaded, plan)
         return RejectionStep(view, vocab_size, self.sample_drafts, self.source)
 
 
@@ -151,10 +186,10 @@ class RejectionStep:
     vocab_size: int
     sample_drafts: bool
     source: RandomSource
+    shares_noise: ClassVar[bool] = False
 
-    @property
-    def temperature(self) -> Tensor:
-        return _reading_temperature(self.view)
+    def reading_temperature(self, count: int) -> Tensor:
+        return _above_zero(self.view.temperature[:count])
 
     def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
         count = self.view.num_decode
@@ -167,18 +202,24 @@ class RejectionStep:
         prob = torch.zeros(*token_ids.shape, self.vocab_size, device=token_ids.device)
         return prob.scatter_(-1, token_ids[..., None], 1)
 
-    def judge(self, batch: Batch, logits: Tensor, drafts: Tensor, draft_prob: Tensor | None) -> Verdict:
-        rows, num_sequences, logits = batch.output_sequence, len(batch.widths), logits.float()
+    def judge(
+        self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_prob: Tensor | None, shape: VerifyShape
+    ) -> Verdict:
+        batch, logits = _exact(batch, logits, shape)
+        if not len(logits):
+            return silent_verdict(batch)
+        rows, num_sequences = batch.output_sequence, len(batch.widths)
         target = probabilities(self.view.filtered(logits, rows), self.view.temperature[rows])
         target = pad_outputs(batch, target, self.view.draft_length + 1)
-        drafts = _for_all(drafts, num_sequences)
-        prob = target.new_zeros(num_sequences, 0, target.shape[-1]) if draft_prob is None else draft_prob
+        drafts = _for_all(_drafts(drafts, self.view), num_sequences)
+        no_prob = target.new_zeros(self.view.num_decode, 0, target.shape[-1])
+        prob = no_prob if draft_prob is None else draft_prob
         num_accepted, following = reject(
             drafts, _for_all(prob, num_sequences), target, batch.widths, self.view.seed, self._anchor, self.source
         )
         emitted = torch.cat([drafts, drafts.new_zeros(num_sequences, 1)], dim=1)
         emitted = emitted.scatter(1, num_accepted[:, None], following[:, None])
-        return Verdict(num_accepted, emitted, _any_invalid(batch, logits, num_accepted))
+        return Verdict.of(batch.widths, num_accepted, _any_invalid(batch, logits, num_accepted), emitted)
 
     @property
     def _anchor(self) -> Tensor:
@@ -188,11 +229,21 @@ class RejectionStep:
 def silent_verdict(batch: Batch) -> Verdict:
     """Of a step in which nobody emits: prefill chunks only."""
     zeros = torch.zeros_like(batch.widths)
-    return Verdict(zeros, zeros[:, None], zeros.bool())
+    return Verdict.of(zeros, zeros, zeros, zeros[:, None])
 
 
-def _reading_temperature(view: SamplingView) -> Tensor:
-    temperature = view.temperature[: view.num_decode]
+def _exact(batch: Batch, logits: Tensor, shape: VerifyShape) -> tuple[Batch, Tensor]:
+    """Without padding, and in fp32."""
+    num_sequences, num_outputs = shape.exact
+    return batch.exact(num_sequences, num_outputs), logits[:num_outputs].float()
+
+
+def _drafts(drafts: Tensor | None, view: SamplingView) -> Tensor:
+    """[D, d], with d = 0 where nothing was drafted."""
+    return view.seed.new_zeros(view.num_decode, 0) if drafts is None else drafts
+
+
+def _above_zero(temperature: Tensor) -> Tensor:
     return torch.where(temperature > 0, temperature, 1.0)
 
 

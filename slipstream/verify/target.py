@@ -1,11 +1,23 @@
 """The target's forward over the ragged batch: stage `verify`. One code path for prefill, decode and verification."""
 
+from typing import Protocol
+
 from torch import Tensor
 
 from slipstream.cache.pool import KVPool
-from slipstream.device.batch import Batch
+from slipstream.device.batch import Batch, RaggedBatch
+from slipstream.device.shapes import VerifyShape
 from slipstream.models.decoder import Decoder
-from slipstream.ops.attention import Segment, paged_attention, plan_paged
+from slipstream.ops.attention import paged_attention, plan_paged
+
+
+class TargetForward(Protocol):
+    """What the engine runs as its target."""
+
+    pool: KVPool
+
+    def verify(self, batch: Batch, token_ids: Tensor, shape: VerifyShape) -> tuple[Tensor, Tensor | None]:
+        """token_ids [R] -> logits of the output rows [O, V], features of all rows [R, K * H] if there are taps."""
 
 
 class Target:
@@ -20,10 +32,11 @@ class Target:
         self._windows = [spec.window(layer) for layer in range(spec.num_layers)]
         self._scale = spec.head_dim**-0.5
 
-    def verify(self, batch: Batch, token_ids: Tensor, segments: tuple[Segment, ...]) -> tuple[Tensor, Tensor | None]:
+    def verify(self, batch: Batch, token_ids: Tensor, shape: VerifyShape) -> tuple[Tensor, Tensor | None]:
         """token_ids [R] -> logits of the output rows [O, V] in the model's dtype, features [R, K * H] or None."""
+        assert isinstance(batch, RaggedBatch)
         plan = plan_paged(
-            segments, batch.cu_rows, batch.context, batch.page_table, batch.row_sequence, batch.row_offset,
+            shape.segments, batch.cu_rows, batch.context, batch.page_table, batch.row_sequence, batch.row_offset,
             self.pool.page_size, frozenset(self._windows), self.pool.keys.dtype,
         )  # fmt: skip
 

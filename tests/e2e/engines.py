@@ -160,7 +160,7 @@ def never(position: Tensor) -> Tensor:
 
 def pool_bytes(pages: int, llm: LLM) -> int:
     """`kv_memory` for so many pages that can be owned, of an engine like `llm`."""
-    per_page = sum(pool.keys[:, :1].nbytes + pool.values[:, :1].nbytes for pool in llm.engine._pools)
+    per_page = sum(pool.keys[:, :1].nbytes + pool.values[:, :1].nbytes for pool in llm.engine.backend._pools)
     return (pages + 2) * per_page
 
 
@@ -219,7 +219,8 @@ class Spy:
         return found
 
     def _on_draft(self, plan: StepPlan):
-        owned = {uid: frozenset(request.pages) for uid, request in self._engine.requests.items()}
+        scheduler, requests = self._engine.scheduler, self._engine.requests
+        owned = {uid: frozenset(scheduler.pages_of(request)) for uid, request in requests.items()}
         self.steps.append(Step(plan, owned))
         drafted = self._launch_draft(plan)
         self.steps[-1].draft = drafted.draft

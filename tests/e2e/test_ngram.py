@@ -289,7 +289,7 @@ def test_it_is_served_by_name(mode):
         config = SpeculativeConfig.for_mode(mode, draft_model="ngram", speculative_algorithm="NGRAM")
         llm = LLM(models, speculative=config, max_model_len=64, page_size=8, max_num_seqs=4)
         assert isinstance(llm.engine.drafter, NGramDraft)
-        assert len(llm.engine._pools) == 1
+        assert len(llm.engine.backend._pools) == 1
         assert llm.engine.scheduler.limits.max_drafts == 7
         notes = {field: value for field, value, _ in llm.notes}
         assert notes["draft_model"] == "ngram"

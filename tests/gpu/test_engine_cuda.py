@@ -1,19 +1,26 @@
 """The engine on a CUDA device: the same text as on the CPU, in every mode, and launches that never wait."""
 
+import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from slipstream.config import MODES, SamplingParams
+from slipstream.cache.pages import SCRATCH_PAGE
+from slipstream.capture import nobody
+from slipstream.config import MODES, SamplingParams, SpeculativeConfig
+from slipstream.decide.policy import make_policy
 from slipstream.draft.ngram import NGramDraft
 from slipstream.engine import Engine
+from slipstream.llm import LLM
 from slipstream.load import Models
 from slipstream.testing import tiny_models, tiny_spec
-from tests.lossless.harness import judge, run
+from tests.lossless.harness import judge, run, scripted_cost
 
 pytestmark = pytest.mark.gpu
 
@@ -75,3 +82,88 @@ def test_launches_do_not_synchronise(mode: str, algorithm: str, monkeypatch: pyt
 
         monkeypatch.setattr(Engine, name, guarded)
     assert run(**serving(algorithm), mode=mode, prompts=PROMPTS, params=params_for(1.0)).totals.accepted > 0
+
+
+def engine_of(mode: str, **options: Any) -> LLM:
+    """A tiny pair on the GPU with a cost model that makes widths vary."""
+    models = on_gpu(tiny_models("dspark", spec=SPEC))
+    speculative = SpeculativeConfig() if mode == "off" else SpeculativeConfig.for_mode(mode, draft_model="tiny")
+    policy = None
+    if mode != "off":
+        policy, _ = make_policy(speculative, num_drafts=7, has_head=True, cost=scripted_cost())
+    sizes = {"max_model_len": 128, "page_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 6}
+    return LLM(models, speculative=speculative, policy=policy, **{**sizes, **options})
+
+
+@pytest.mark.parametrize("mode", ["off", "static", "lag", "lag-budget"])
+def test_replays_equal_the_stages_they_record(mode: str) -> None:
+    captured, eager = engine_of(mode), engine_of(mode)
+    assert captured.engine.backend.captures
+    assert len(captured.engine.backend.graphs) > 10
+    eager.engine.backend.graphs = None
+    params = params_for(1.0)
+    ours, theirs = (llm.generate(PROMPTS, params) for llm in (captured, eager))
+    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
+
+
+@pytest.mark.parametrize("mode", ["static", "lag", "lag-budget"])
+def test_memory_is_steady_over_a_thousand_steps(mode: str) -> None:
+    llm = engine_of(mode)
+    params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=90) for _ in PROMPTS]
+
+    def steps(count: int) -> None:
+        first = llm.engine.num_decode_steps
+        while llm.engine.num_decode_steps - first < count:
+            llm.generate(PROMPTS, params)
+
+    steps(300)
+    gc.collect()
+    torch.cuda.synchronize()
+    device, host = torch.cuda.memory_allocated(), resident_bytes()
+    steps(1000)
+    gc.collect()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - device < 1 << 20
+    assert resident_bytes() - host < 1 << 20
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_padding_touches_nothing_that_lives() -> None:
+    """Three requests padded to four, then a step of nobody: every owned page and slot row keeps its bytes."""
+    llm = engine_of("static", max_num_seqs=4)
+    engine = llm.engine
+    streams = [llm.stream(prompt, SamplingParams(max_tokens=40, ignore_eos=True)) for prompt in PROMPTS[5:8]]
+    for stream in streams:
+        next(stream)
+    engine.drain()
+    torch.cuda.synchronize()
+    before = living(engine)
+    drafted = engine.launch_draft(nobody())
+    shapes = [s for s in engine.backend.buckets.verify_shapes() if engine.backend.graphs.find(("verify", s))]
+    with torch.inference_mode():
+        for shape in shapes:  # the largest, too
+            for stage in ("verify", "accept"):
+                engine.backend.graphs.find((stage, shape)).replay()
+    torch.cuda.synchronize()
+    assert drafted.draft is None
+    assert shapes
+    assert all(torch.equal(a, b) for a, b in zip(before, living(engine), strict=True))
+    for stream in streams:
+        stream.close()
+
+
+def living(engine: Engine) -> list[torch.Tensor]:
+    """Copies of all that belongs to somebody: slot rows, and every page but the scratch page."""
+    state, slots = engine.state, engine.state.padding_slot
+    rows = [getattr(state, f.name)[:slots].clone() for f in fields(state)]
+    pages = [t[:, torch.arange(t.shape[1], device=t.device) != SCRATCH_PAGE] for t in pool_tensors(engine)]
+    return rows + [t.clone() for t in pages]
+
+
+def pool_tensors(engine: Engine) -> list[torch.Tensor]:
+    pools = [engine.target.pool, engine.drafter.pool]
+    return [tensor for pool in pools for tensor in (pool.keys, pool.values)]

@@ -7,6 +7,7 @@ one it is part of `make test`. The interpreter cannot multiply bf16 matrices, so
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,3 +46,17 @@ def dtypes() -> tuple[torch.dtype, ...]:
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     kind: torch.dtype = request.param
     return kind
+
+
+@pytest.fixture(autouse=not HAS_CUDA)
+def interpreter_reads_scalars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter keeps scalars as arrays of one element, which NumPy 2.4 no longer takes for a loop's bound."""
+    from triton.runtime import interpreter
+
+    usual = interpreter._patch_lang_tensor
+
+    def patch(tensor: object, scope: Any) -> None:
+        usual(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)

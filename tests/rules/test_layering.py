@@ -43,6 +43,9 @@ RANKS: dict[str, float] = {
     "slipstream.lab.machine": 0.3,
     "slipstream.lab.profile": 6.2,  # also what makes a cost model at start when none is stored
     "slipstream.load": 6.3,
+    "slipstream.sizes": 6.32,
+    "slipstream.backends": 6.34,
+    "slipstream.capture": 6.36,
     "slipstream.build": 6.4,
     "slipstream.llm": 7,
     "slipstream.testing": 7.1,

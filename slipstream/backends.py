@@ -1,0 +1,155 @@
+"""The two ways in which an engine is put together: in plain torch, or of fused kernels under CUDA graphs.
+
+A constructor takes loaded models and sizes and returns the parts that the engine runs. Called by `build`; below it
+nobody asks which backend there is. Triton is imported only by who uses it: an installation for a CPU has none.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.cache.pool import KVPool
+from slipstream.device.backend import Backend, TorchBackend
+from slipstream.device.state import SlotState, make_slot_state
+from slipstream.draft.base import Drafter
+from slipstream.draft.block import BlockDraft
+from slipstream.errors import CapacityError, CheckpointError
+from slipstream.load import Models
+from slipstream.models.checkpoint import DrafterSpec
+from slipstream.models.drafters import BlockDrafter
+from slipstream.models.spec import DecoderSpec
+from slipstream.sizes import Sizes
+from slipstream.verify.accept import CoupledRule, RejectionRule, Rule
+from slipstream.verify.target import Target, TargetForward
+
+if TYPE_CHECKING:
+    from slipstream.kernels.attention import Workspace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ingredients:
+    """What an engine is made of."""
+
+    models: Models
+    sizes: Sizes
+    made: Drafter | None  # a drafter of the caller's own, or look-up
+    network: BlockDrafter | None  # or a network that drafts
+    coupled: bool  # the acceptance rule: coupled, or rejection
+    samples: bool  # sampled requests get drafts drawn at random
+    prunes: bool  # widths below the draft's length are common
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Parts:
+    target: TargetForward
+    drafter: Drafter | None
+    backend: Backend
+    rule: Rule
+
+
+def torch_parts(given: Ingredients) -> Parts:
+    """Exact sizes, every operation launched by itself; on any device."""
+    models, sizes = given.models, given.sizes
+    pools = make_pools(given)
+    drafter = given.made
+    if given.network is not None:
+        drafter = BlockDraft(given.network, pools[1], models.vocab_size)
+    taps = drafter.tap_layers if drafter else ()
+    return Parts(
+        target=Target(models.target, pools[0], taps, models.vocab_size),
+        drafter=drafter,
+        backend=TorchBackend(_slot_state(sizes, models.device), sizes.page_size, pools, models.device),
+        rule=CoupledRule(given.samples) if given.coupled else RejectionRule(given.samples),
+    )
+
+
+def triton_parts(given: Ingredients) -> Parts:
+    """Padded sizes, fused kernels, and on a GPU every stage as a CUDA graph (see `slipstream.capture`)."""
+    from slipstream.device.graphs import Graphs
+    from slipstream.device.shapes import Buckets
+    from slipstream.device.triton import TritonBackend
+    from slipstream.draft.fused import FusedBlockDraft
+    from slipstream.verify.fused import FusedCoupledRule, FusedTarget
+
+    models, sizes = given.models, given.sizes
+    pools, state = make_pools(given), _slot_state(sizes, models.device)
+    captures_drafts = given.coupled and given.network is not None
+    backend = TritonBackend(
+        state,
+        page_size=sizes.page_size,
+        num_kv_heads=models.target.spec.num_kv_heads,
+        buckets=Buckets(
+            max_num_seqs=sizes.max_num_seqs, max_drafts=sizes.num_drafts, max_rows=sizes.max_rows, prunes=given.prunes
+        ),
+        max_rows=sizes.max_rows,
+        num_drafts=sizes.num_drafts,
+        pads_drafts=captures_drafts,
+        graphs=Graphs(models.device) if models.device.type == "cuda" else None,
+    )
+    drafter = given.made
+    if given.network is not None:
+        workspace = _workspace(given.network.spec, given)
+        drafter = FusedBlockDraft(given.network, pools[1], models.vocab_size, state, workspace, backend.buffers)
+    taps = drafter.tap_layers if drafter else ()
+    max_outputs = sizes.max_num_seqs * (sizes.num_drafts + 1)
+    return Parts(
+        target=FusedTarget(
+            models.target, pools[0], taps, models.vocab_size, state, _workspace(models.target.spec, given),
+            sizes.max_rows, max_outputs,
+        ),
+        drafter=drafter,
+        backend=backend,
+        rule=FusedCoupledRule(given.samples, backend.buffers) if given.coupled else RejectionRule(given.samples),
+    )  # fmt: skip
+
+
+BACKENDS: dict[str, Callable[[Ingredients], Parts]] = {"torch": torch_parts, "triton": triton_parts}
+
+
+def make_pools(given: Ingredients) -> tuple[KVPool, ...]:
+    """The target's, and a second one for a drafter that keeps KV of its own."""
+    models, sizes = given.models, given.sizes
+
+    def pool(spec: DecoderSpec | DrafterSpec) -> KVPool:
+        return KVPool(
+            num_layers=spec.num_layers, num_pages=sizes.num_pages, page_size=sizes.page_size,
+            num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=models.dtype, device=models.device,
+        )  # fmt: skip
+
+    specs: list[DecoderSpec | DrafterSpec] = [models.target.spec]
+    if given.network is not None:
+        check_draft_vocabulary(given.network, models.vocab_size)
+        specs.append(given.network.spec)
+    return tuple(pool(spec) for spec in specs)
+
+
+def check_draft_vocabulary(network: BlockDrafter, vocab_size: int) -> None:
+    """Noise and rejection go by the ids that the tokenizer knows; a padding id of the table has no place there."""
+    highest = int(network.draft_token_ids[-1])  # they ascend
+    if network.spec.draft_vocab_size is not None and highest >= vocab_size:
+        raise CheckpointError(
+            f"d2t maps to token id {highest}, which only pads the target's table: the tokenizer knows {vocab_size} ids; "
+            "use a drafter made for this tokenizer"
+        )
+
+
+def _slot_state(sizes: Sizes, device: torch.device) -> SlotState:
+    try:
+        return make_slot_state(sizes.max_num_seqs, sizes.max_model_len, sizes.page_size, device)
+    except (RuntimeError, TypeError, MemoryError) as error:  # torch's words for too large, far too large
+        raise CapacityError(
+            f"max_num_seqs {sizes.max_num_seqs} with max_model_len {sizes.max_model_len} does not fit in memory; "
+            "lower one of them"
+        ) from error
+
+
+def _workspace(spec: DecoderSpec | DrafterSpec, given: Ingredients) -> "Workspace":
+    from slipstream.device.triton import PREFILL_BLOCK_Q
+    from slipstream.kernels.attention import attention_workspace
+
+    most_rows = 1 << given.sizes.num_drafts.bit_length()  # of a decoding sequence, to a power of two
+    return attention_workspace(
+        spec.num_heads, spec.num_kv_heads, spec.head_dim, max(PREFILL_BLOCK_Q, 2 * most_rows), given.models.device
+    )

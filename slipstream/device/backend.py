@@ -1,0 +1,141 @@
+"""The seam between the engine's stages and how a device does them; and plain torch, which does them anywhere.
+
+A backend owns what a step needs on the device beside networks and caches: slot state, the places where plans and
+decisions arrive, the ops of the stages `load`, `rank`, `layout`, `fill` and `apply`, and whether stages are run as they
+are or replayed. `TorchBackend` keeps exact sizes and replays nothing. `TritonBackend` (device/triton.py) pads and captures.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.cache.pool import KVPool
+from slipstream.device.batch import Batch, RaggedBatch, fill, layout
+from slipstream.device.shapes import DraftShape, VerifyShape
+from slipstream.device.staging import Exporter, Uploader
+from slipstream.device.state import PlanOnDevice, SlotState, apply_verdict, load
+from slipstream.ops.attention import Segment
+from slipstream.ops.rank import rank
+from slipstream.ops.survival import fresh_survival
+from slipstream.plan import Decision, StepPlan
+
+Floats: TypeAlias = NDArray[np.float32]
+
+
+class Backend(Protocol):
+    state: SlotState
+    captures: bool  # stages can be recorded and replayed
+
+    def load(self, plan: StepPlan) -> PlanOnDevice:
+        """Stage `load`: the plan's admissions and pages enter slot state, its vectors arrive."""
+
+    def draft_shape(self, plan: StepPlan) -> DraftShape: ...
+
+    def verify_shape(self, plan: StepPlan, decision: Decision) -> VerifyShape: ...
+
+    def replay(self, stage: str, shape: DraftShape | VerifyShape) -> "Callable[[], object] | None":
+        """What stands for the stage at this shape if it was captured; it returns what the stage did then."""
+
+    def place(self, decision: Decision) -> Tensor:
+        """Widths [B] that the host chose arrive."""
+
+    def rank(
+        self, plan: StepPlan, loaded: PlanOnDevice, decision: Decision, signal: Tensor, calibration_np: Floats
+    ) -> Tensor:
+        """Stage `rank`: widths [B] by this step's survival, from signal [D, d]; the host chose their sum."""
+
+    def layout(self, loaded: PlanOnDevice, widths: Tensor, shape: VerifyShape) -> Batch:
+        """Stage `layout`."""
+
+    def fill(self, batch: Batch, drafts: Tensor | None) -> Tensor:
+        """Stage `fill`: token ids [R], the drafts [D, d] in their rows."""
+
+    def apply(self, loaded: PlanOnDevice, result: Tensor) -> None:
+        """Stage `apply`: the verdict's result [B, 3 + W + 1] moves slot state on."""
+
+    def hold(self, drafts: Tensor) -> None:
+        """Keep the drafts [D, d] where a captured `fill` and `accept` look for them."""
+
+    def before(self, stage: str, exporter: Exporter) -> None:
+        """Called ahead of `draft` and `accept`, whose outputs may still be on their way to the host from last time."""
+
+
+class TorchBackend:
+    captures = False
+
+    def __init__(self, state: SlotState, page_size: int, pools: tuple[KVPool, ...], device: torch.device) -> None:
+        self.state = state
+        self._page_size = page_size
+        self._pools = pools
+        self._uploader = Uploader(device)
+
+    def load(self, plan: StepPlan) -> PlanOnDevice:
+        return load(self.state, plan, self._uploader, self._pools)
+
+    def draft_shape(self, plan: StepPlan) -> DraftShape:
+        count = plan.num_decode
+        return DraftShape(count, plan.draft_length, int(plan.context_upper_bound_np[:count].max()))
+
+    def verify_shape(self, plan: StepPlan, decision: Decision) -> VerifyShape:
+        num_drafts = decision.num_draft_rows
+        num_outputs = plan.num_emitting + num_drafts
+        return VerifyShape(
+            num_sequences=plan.num_sequences,
+            num_rows=plan.num_given + num_drafts,
+            num_outputs=num_outputs,
+            decode_only=plan.num_decode == plan.num_sequences,
+            draft_length=plan.draft_length,
+            filtered=plan.any_top_k or plan.any_top_p,
+            segments=_segments(plan, decision),
+            exact=(plan.num_sequences, num_outputs),
+        )
+
+    def replay(self, stage: str, shape: DraftShape | VerifyShape) -> None:
+        return None
+
+    def hold(self, drafts: Tensor) -> None:
+        pass
+
+    def before(self, stage: str, exporter: Exporter) -> None:
+        pass
+
+    def place(self, decision: Decision) -> Tensor:
+        assert decision.widths_np is not None
+        return self._uploader.upload({"widths": decision.widths_np.astype(np.int64)})["widths"]
+
+    def rank(
+        self, plan: StepPlan, loaded: PlanOnDevice, decision: Decision, signal: Tensor, calibration_np: Floats
+    ) -> Tensor:
+        moved = self._uploader.upload({"caps": decision.caps_np.astype(np.int64), "calibration": calibration_np})
+        assert decision.budget is not None
+        count = plan.num_decode
+        sampled = self.state.temperature[loaded.slots[:count]] > 0
+        survival = fresh_survival(signal, moved["calibration"], sampled)
+        widths = torch.zeros_like(moved["caps"])
+        widths[:count] = rank(survival, moved["caps"][:count], decision.budget)
+        return widths
+
+    def layout(self, loaded: PlanOnDevice, widths: Tensor, shape: VerifyShape) -> RaggedBatch:
+        return layout(self.state, loaded, widths, shape.num_rows, shape.num_outputs, self._page_size)
+
+    def fill(self, batch: Batch, drafts: Tensor | None) -> Tensor:
+        assert isinstance(batch, RaggedBatch)
+        return batch.token_ids if drafts is None else fill(batch, drafts)
+
+    def apply(self, loaded: PlanOnDevice, result: Tensor) -> None:
+        apply_verdict(self.state, loaded, result[:, 1].long(), result[:, 3:])
+
+
+def _segments(plan: StepPlan, decision: Decision) -> tuple[Segment, ...]:
+    """Decoding sequences are attended together, every prefill chunk by itself; bounds the host knows."""
+    drafts = decision.caps_np if decision.widths_np is None else decision.widths_np
+    rows = plan.num_given_np + drafts
+    kv = plan.context_upper_bound_np + rows
+    count = plan.num_decode
+    decode = [Segment(0, count, int(rows[:count].max()), int(kv[:count].max()))] if count else []
+    chunks = [Segment(i, i + 1, int(rows[i]), int(kv[i])) for i in range(count, plan.num_sequences)]
+    return tuple(decode + chunks)

@@ -1,0 +1,222 @@
+"""The stages' device half in Triton: padded shapes, fixed addresses, and replays of what was captured.
+
+Everything that one stage leaves for the next, or for the next step, lies in buffers that are made once, as large as any
+step needs; a shape takes their leading part. Padding sequences read the slot beyond the last and have no rows; padding
+rows belong to nobody and write to the scratch page. Same promises as `device.backend`, which see.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from slipstream.device.backend import Floats
+from slipstream.device.batch import Batch
+from slipstream.device.graphs import Graphs
+from slipstream.device.shapes import Buckets, DraftShape, VerifyShape
+from slipstream.device.staging import Exporter, Mailbox, Uploader
+from slipstream.device.state import PlanOnDevice, SlotState
+from slipstream.kernels import accept, batch, rank
+from slipstream.kernels.attention import Tiles, choose_splits
+from slipstream.plan import Decision, StepPlan
+
+PREFILL_BLOCK_Q = 16  # query rows of an attention tile where somebody prefills
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TiledBatch(Batch):
+    slots: Tensor  # [B]
+    emits: Tensor  # [B] bool
+    cu_rows: Tensor  # [B + 1]
+    draft_index: Tensor  # [R] where each draft row finds its token, -1 for all others
+    tiles: Tiles
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepBuffers:
+    """What stages and steps hand to each other."""
+
+    drafts: Tensor  # [N, S] int64, target ids
+    previous: Tensor  # [N, S] int64, the token before each draft
+    signal: Tensor  # [N * S] fp32; a draft of length d has its confidences in the first D * d, as [D, d]
+    result: Tensor  # [N, S + 4] int32, see `Verdict`
+
+    @classmethod
+    def make(cls, num_slots: int, num_drafts: int, device: torch.device) -> "StepBuffers":
+        width = max(num_drafts, 1)
+        ids = torch.zeros(2, num_slots, width, dtype=torch.int64, device=device)
+        signal = torch.zeros(num_slots * width, dtype=torch.float32, device=device)
+        return cls(ids[0], ids[1], signal, torch.zeros(num_slots, num_drafts + 4, dtype=torch.int32, device=device))
+
+    def signal_of(self, num_sequences: int, draft_length: int) -> Tensor:
+        return self.signal[: num_sequences * draft_length].view(num_sequences, draft_length)
+
+
+class TritonBackend:
+    def __init__(
+        self, state: SlotState, *, page_size: int, num_kv_heads: int, buckets: Buckets, max_rows: int, num_drafts: int,
+        pads_drafts: bool, graphs: Graphs | None,
+    ) -> None:  # fmt: skip
+        """max_rows: rows of any step, bucketed or not. pads_drafts: drafter and rule take padded sequences."""
+        device, num_slots = state.context.device, state.padding_slot
+        self.state = state
+        self.buckets = buckets
+        self.buffers = StepBuffers.make(num_slots, num_drafts, device)
+        self.graphs = graphs
+        self.captures = graphs is not None
+        self._page_size = page_size
+        self._num_kv_heads = num_kv_heads
+        self._num_drafts = num_drafts
+        self.pads_drafts = pads_drafts
+        max_outputs = num_slots * (num_drafts + 1)
+        self._rows = batch.make_rows(
+            num_sequences=num_slots, num_rows=max_rows, num_outputs=max_outputs, num_tiles=max_rows, device=device
+        )
+        self._uploader = Uploader(device)
+        self._plan = Mailbox(
+            {"slots": ((num_slots,), np.int64), "num_given": ((num_slots,), np.int64), "emits": ((num_slots,), np.bool_),
+             "teaches": ((num_slots,), np.bool_)}, device,
+        )  # fmt: skip
+        self._decision = Mailbox(
+            {"widths": ((num_slots,), np.int64), "caps": ((num_slots,), np.int64), "budget": ((1,), np.int64),
+             "calibration": ((2, max(num_drafts, 1), 2), np.float32)}, device,
+        )  # fmt: skip
+        self.no_widths = self._decision.received["widths"]  # where widths arrive; none are there yet
+        self._loaded = PlanOnDevice(**self._plan.received)
+
+    # ------------------------------------------------------------------ what a plan and a decision become
+
+    def load(self, plan: StepPlan) -> PlanOnDevice:
+        if plan.admissions:
+            self._admit(plan)
+        if len(plan.page_writes_np):
+            moved = self._uploader.upload({"writes": plan.page_writes_np.astype(np.int64)})
+            batch.write_pages(self.state.page_table, moved["writes"])
+        self._plan.post(
+            {
+                "slots": plan.slots_np,
+                "num_given": plan.num_given_np,
+                "emits": plan.emits_np,
+                "teaches": plan.teaches_np,
+            },
+            {"slots": self.state.padding_slot, "num_given": 0, "emits": 0, "teaches": 0},
+        )
+        return self._loaded
+
+    def _admit(self, plan: StepPlan) -> None:
+        new = plan.admissions
+        starts = np.cumsum([0, *(len(a.token_ids_np) for a in new)])
+        moved = self._uploader.upload({
+            "slots": np.array([a.slot for a in new], np.int64),
+            "cu_tokens": starts.astype(np.int64),
+            "tokens": np.concatenate([a.token_ids_np for a in new]).astype(np.int32),
+            "temperature": np.array([a.temperature for a in new], np.float32),
+            "top_k": np.array([a.top_k for a in new], np.int64),
+            "top_p": np.array([a.top_p for a in new], np.float32),
+            "seed": np.array([a.seed for a in new], np.int64),
+        })  # fmt: skip
+        state = self.state
+        batch.admit(
+            batch.Admissions(**moved), token_ids=state.token_ids, context=state.context, page_table=state.page_table,
+            temperature=state.temperature, top_k=state.top_k, top_p=state.top_p, seed=state.seed,
+        )  # fmt: skip
+
+    def place(self, decision: Decision) -> Tensor:
+        assert decision.widths_np is not None
+        self._decision.post({"widths": decision.widths_np}, {"widths": 0})
+        return self._decision.received["widths"]
+
+    def rank(
+        self, plan: StepPlan, loaded: PlanOnDevice, decision: Decision, signal: Tensor, calibration_np: Floats
+    ) -> Tensor:
+        assert decision.budget is not None
+        self._decision.post(
+            {"caps": decision.caps_np, "budget": np.array([decision.budget]), "calibration": calibration_np},
+            {"caps": 0},
+        )
+        moved, count = self._decision.received, self.buckets.pad_sequences(plan.num_sequences)
+        rank.rank(
+            signal, signal.shape[1], moved["calibration"], loaded.slots[:count], self.state.temperature,
+            moved["caps"][:count], moved["budget"], moved["widths"][:count],
+        )  # fmt: skip
+        return moved["widths"]
+
+    # ------------------------------------------------------------------ shapes and replays
+
+    def draft_shape(self, plan: StepPlan) -> DraftShape:
+        if self.pads_drafts:
+            return self.buckets.draft(plan.num_decode, plan.draft_length)
+        count = plan.num_decode
+        return DraftShape(count, plan.draft_length, int(plan.context_upper_bound_np[:count].max()))
+
+    def verify_shape(self, plan: StepPlan, decision: Decision) -> VerifyShape:
+        num_drafts = decision.num_draft_rows
+        return self.buckets.verify(
+            plan.num_sequences,
+            plan.num_given + num_drafts,
+            plan.num_emitting + num_drafts,
+            decode_only=plan.num_decode == plan.num_sequences,
+            filtered=plan.any_top_k or plan.any_top_p,
+        )
+
+    def replay(self, stage: str, shape: DraftShape | VerifyShape) -> Callable[[], object] | None:
+        captured = self.graphs.find((stage, shape)) if self.graphs else None
+        return None if captured is None else captured.replay
+
+    def before(self, stage: str, exporter: Exporter) -> None:
+        exporter.fence("confidence" if stage == "draft" else "result")
+
+    # ------------------------------------------------------------------ stages
+
+    def hold(self, drafts: Tensor) -> None:
+        if drafts.data_ptr() != self.buffers.drafts.data_ptr():
+            self.buffers.drafts[: len(drafts), : drafts.shape[1]].copy_(drafts)
+
+    def layout(self, loaded: PlanOnDevice, widths: Tensor, shape: VerifyShape) -> TiledBatch:
+        count = shape.num_sequences
+        tiles = self._tiles(shape)
+        rows, whole = {}, self._rows
+        for name, size in (
+            ("cu_rows", count + 1), ("cu_outputs", count + 1), ("positions", shape.num_rows),
+            ("kv_slots", shape.num_rows), ("token_ids", shape.num_rows), ("draft_index", shape.num_rows),
+            ("output_rows", shape.num_outputs), ("output_sequence", shape.num_outputs),
+            ("output_offset", shape.num_outputs), ("tile_sequence", len(tiles.sequence)),
+            ("tile_first_row", len(tiles.sequence)),
+        ):  # fmt: skip
+            rows[name] = getattr(whole, name)[:size]
+        slots, num_given, emits = (x[:count] for x in (loaded.slots, loaded.num_given, loaded.emits))
+        batch.layout(
+            slots, num_given, emits, widths[:count], context=self.state.context, page_table=self.state.page_table,
+            token_ids=self.state.token_ids, page_size=self._page_size, block_q=tiles.block_q,
+            draft_stride=self.buffers.drafts.shape[1], out=batch.Rows(**rows),
+        )  # fmt: skip
+        kept = {name: rows[name] for name in rows if not name.startswith("tile")}
+        return TiledBatch(
+            widths=widths[:count], num_given=num_given, slots=slots, emits=emits, tiles=tiles, **kept
+        )  # fmt: skip
+
+    def _tiles(self, shape: VerifyShape) -> Tiles:
+        """Decoding sequences have one tile each, with room for the most rows that one may have."""
+        if shape.decode_only:
+            block_q, count = triton.next_power_of_2(self._num_drafts + 1), shape.num_sequences
+        else:
+            block_q = PREFILL_BLOCK_Q
+            count = batch.max_tiles(shape.num_sequences, shape.num_rows, block_q)
+        splits = choose_splits(count, self._num_kv_heads, self.state.max_len)
+        return Tiles(self._rows.tile_sequence[:count], self._rows.tile_first_row[:count], block_q, splits)
+
+    def fill(self, batch_: Batch, drafts: Tensor | None) -> Tensor:
+        """Drafts are where `hold` left them: a captured stage has no argument."""
+        assert isinstance(batch_, TiledBatch)
+        batch.fill(batch_.token_ids, batch_.draft_index, self.buffers.drafts)
+        return batch_.token_ids
+
+    def apply(self, loaded: PlanOnDevice, result: Tensor) -> None:
+        count = len(result)
+        accept.apply(
+            result, slots=loaded.slots[:count], num_given=loaded.num_given[:count], emits=loaded.emits[:count],
+            context=self.state.context, token_ids=self.state.token_ids,
+        )  # fmt: skip

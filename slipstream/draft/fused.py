@@ -1,0 +1,103 @@
+"""DFlash and DSpark on a GPU: the block's forward in fused kernels, and one launch for each draft drawn.
+
+By device values and shapes alone, so that a draft can be captured. `draft.block.BlockDraft` is the reference, and what
+an acceptance rule with distributions, or a Markov head with more than a table, takes for its serial draw.
+"""
+
+from torch import Tensor
+
+from slipstream.cache.pool import KVPool
+from slipstream.device.state import SlotState
+from slipstream.device.triton import StepBuffers
+from slipstream.draft.base import Draft, DraftView, Sampler
+from slipstream.draft.block import BlockDraft
+from slipstream.kernels.attention import Workspace, block_attention, choose_splits
+from slipstream.kernels.batch import draft_inputs
+from slipstream.kernels.draft import confidence, draft_chain, draft_workspace
+from slipstream.kernels.linear import fused_linear
+from slipstream.kernels.rope import rope_in_place, store_context
+from slipstream.models.drafters import BlockDrafter
+from slipstream.models.fused import FusedDrafter
+
+
+class FusedBlockDraft(BlockDraft):
+    captures = True
+
+    def __init__(
+        self, network: BlockDrafter, pool: KVPool, num_token_ids: int, state: SlotState, workspace: Workspace,
+        buffers: StepBuffers,
+    ) -> None:  # fmt: skip
+        super().__init__(network, pool, num_token_ids)
+        self._forward = FusedDrafter(network, fused_linear)
+        self._state, self._workspace, self._buffers = state, workspace, buffers
+        markov = network.markov_head
+        self._chains = markov is None or markov.kind == "vanilla"
+        self._markov = (markov.markov_w1.weight, markov.markov_w2.weight) if markov is not None else (None, None)
+        self._draws = draft_workspace(state.padding_slot, network.spec.max_draft_tokens, pool.keys.device)
+        self._all_positions = self.max_position >= state.max_len
+
+    def propose(self, view: DraftView, num_drafts: int, sampler: Sampler, signal: str) -> Draft:
+        count, num_rows = len(view.slots), self.network.spec.rows(num_drafts)
+        input_ids, positions, anchors = draft_inputs(
+            view.slots, self._state.context, self._state.token_ids, self.network.spec.mask_token_id, num_rows,
+            self.max_position,
+        )  # fmt: skip
+        flat = self._hidden(view.slots, input_ids, positions)
+        hidden = flat.view(count, num_rows, -1)
+        draft_rows = hidden[:, num_rows - num_drafts :]  # fill-in: row 0 predicts nothing
+        logits = self._forward.base_logits(draft_rows.reshape(count * num_drafts, -1)).view(count, num_drafts, -1)
+        if not (self._chains and sampler.shares_noise):
+            return self._draw(hidden, logits.float(), anchors, sampler, signal)
+        return self._chain(view.slots, draft_rows, logits, anchors, sampler, signal)
+
+    def absorb(self, features: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
+        if not self._all_positions:
+            positions = positions.clamp(max=self.max_position - 1)  # beyond it nothing is drafted
+        forward = self._forward
+        store_context(
+            forward.context_kv(features), positions, forward.cos_sin, forward.k_norms, forward.eps, self.pool.keys,
+            self.pool.values, kv_slots,
+        )  # fmt: skip
+
+    def _hidden(self, slots: Tensor, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """input_ids, positions [D, n] -> [D * n, H]."""
+        spec, (count, num_rows) = self.network.spec, input_ids.shape
+        splits = choose_splits(count, spec.num_kv_heads, self._state.max_len)
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            rope_in_place(
+                qkv, positions.flatten(), self._forward.cos_sin, *self._forward.head_norms(layer), self._forward.eps,
+                spec.num_heads, spec.num_kv_heads,
+            )  # fmt: skip
+            heads = qkv.view(count, num_rows, -1, spec.head_dim)
+            q, k, v = heads.split_with_sizes((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), 2)
+            return block_attention(
+                q, k, v, *self.pool.by_page[layer], slots, self._state.context, self._state.page_table, self._scale,
+                spec.window(layer), self._workspace, splits,
+            ).flatten(0, 1)  # fmt: skip
+
+        return self._forward.hidden(input_ids.flatten(), attend)
+
+    def _chain(
+        self, slots: Tensor, draft_rows: Tensor, logits: Tensor, anchors: Tensor, sampler: Sampler, signal: str
+    ) -> Draft:
+        count, num_drafts = logits.shape[:2]
+        state, buffers = self._state, self._buffers
+        drafts, previous = buffers.drafts[:count, :num_drafts], buffers.previous[:count, :num_drafts]
+        probability = buffers.signal_of(count, num_drafts)
+        draft_chain(
+            logits, *self._markov, anchors=anchors, token_ids=self._token_ids, num_columns=self._num_columns,
+            slots=slots, context=state.context, temperature=state.temperature, seed=state.seed,
+            sample=sampler.sample_drafts, signal=signal, drafts=drafts, prob=probability, previous=previous, workspace=self._draws,
+        )  # fmt: skip
+        if signal == "head":
+            head = self.network.confidence_head
+            assert head is not None
+            w1 = self._markov[0] if self.network.spec.confidence_with_markov else None
+            confidence(draft_rows, previous, w1, head.proj.weight, head.proj.bias, probability)
+        return Draft(drafts, probability, None)
+
+    @property
+    def _num_columns(self) -> int:
+        """Draft ids from here on are padding."""
+        return self._num_token_ids if self._token_ids is None else len(self._token_ids)

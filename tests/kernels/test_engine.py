@@ -1,0 +1,69 @@
+"""The engine of fused kernels against the engine of plain torch: equal token ids, in all modes, padding included.
+
+On a CPU the kernels are interpreted and stages run as they are; on a GPU they are replayed.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from slipstream.config import SamplingParams
+from slipstream.draft.ngram import NGramDraft
+from slipstream.load import Models
+from slipstream.testing import tiny_models, tiny_spec
+from tests.lossless.harness import judge, run
+
+# The interpreter is NumPy, which warns of what padding rows do.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+SPEC = tiny_spec(vocab_size=20)
+PROMPTS = [[(7 * i + 3 * j) % 17 + 3 for j in range(1 + (5 * i) % 11)] for i in range(4)]
+
+
+def on(device: str, models: Models) -> Models:
+    """The same weights there."""
+    target, network = models.target.to(device), models.network and models.network.to(device)
+    if network is not None:
+        network.share(target)
+    return replace(models, target=target, network=network)
+
+
+def params_for(temperature: float, **more: float) -> list[SamplingParams]:
+    mixed = [temperature if i % 2 else 0.0 for i in range(len(PROMPTS))]
+    return [SamplingParams(temperature=t, seed=i, max_tokens=7, **more) for i, t in enumerate(mixed)]  # type: ignore[arg-type]
+
+
+def check(device: str, mode: str, params: list[SamplingParams], algorithm: str = "dspark", **engine: object) -> None:
+    plain = run(tiny_models(spec=SPEC), "off", PROMPTS, params)
+    models = on(device, tiny_models(None if algorithm == "ngram" else algorithm, spec=SPEC))
+    drafter = NGramDraft(torch.device(device)) if algorithm == "ngram" else None
+    options = {"concurrency": 3, "num_drafts": 3, **engine}
+    other = run(models, mode, PROMPTS, params, drafter=drafter, backend="triton", **options)  # type: ignore[arg-type]
+    if mode == "off":
+        assert other.answers == plain.answers
+        return
+    outcome, found = judge(tiny_models(spec=SPEC), mode, PROMPTS, params, plain, other)
+    assert outcome == "equal", found
+
+
+@pytest.mark.parametrize("mode", ["off", "static", "adaptive", "lag", "lag-budget"])
+def test_greedy_and_sampled_together(device: str, mode: str) -> None:
+    check(device, mode, params_for(1.0))
+
+
+@pytest.mark.parametrize("algorithm", ["dflash", "ngram"])
+def test_other_drafters(device: str, algorithm: str) -> None:
+    check(device, "static", params_for(1.0), algorithm)
+
+
+def test_filters_are_computed_beside_the_graphs(device: str) -> None:
+    check(device, "static", params_for(1.0, top_p=0.8, top_k=9))
+
+
+def test_rejection_judges_by_torch_beside_the_same_forward(device: str) -> None:
+    params, options = params_for(1.0), {"concurrency": 3, "num_drafts": 3, "acceptance": "rejection"}
+    reference = run(tiny_models("dspark", spec=SPEC), "static", PROMPTS, params, **options)  # type: ignore[arg-type]
+    models = on(device, tiny_models("dspark", spec=SPEC))
+    ours = run(models, "static", PROMPTS, params, backend="triton", **options)  # type: ignore[arg-type]
+    assert ours.answers == reference.answers
+    assert ours.totals.accepted > 0
