@@ -119,3 +119,15 @@ def test_a_rows_token_does_not_depend_on_how_many_rows_there_are(device: str) ->
     sampling = {name: case.tensors[name] for name in SAMPLING}
     _, scores, ids = row_best(case.logits[row : row + 1], case.num_token_ids, **alone, **sampling)
     assert int(ids[0, scores[0].argmax()]) == int(together[2, 4])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_replayed_graph_equals_the_eager_call() -> None:
+    case = make_case("cuda", dtype=torch.bfloat16)
+    eager = case.accept()
+    result = torch.zeros_like(eager)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        accept_coupled(case.logits, case.num_token_ids, **case.tensors, drafts=case.drafts, result=result)
+    graph.replay()
+    assert torch.equal(result, eager)

@@ -37,13 +37,16 @@ class Case:
         shape, device = (len(self.base), MAX_DRAFTS), self.base.device
         out = [torch.full(shape, -7, dtype=kind, device=device) for kind in (torch.int64, torch.float32, torch.int64)]
         workspace = draft_workspace(NUM_SLOTS, MAX_DRAFTS, device) if workspace is None else workspace
+        self.draw(*out, workspace, first)
+        assert (workspace == -(2**63)).all()
+        return out[0], out[1], out[2]
+
+    def draw(self, drafts: Tensor, prob: Tensor, previous: Tensor, workspace: Tensor, first: int = 0) -> None:
         draft_chain(
             self.base, self.w1, self.w2, self.anchors, self.token_ids, self.num_columns, slots=self.slots,
             context=self.context, temperature=self.temperature, seed=self.seed, sample=self.sample, signal=self.signal,
-            drafts=out[0], prob=out[1], previous=out[2], workspace=workspace, first=first,
+            drafts=drafts, prob=prob, previous=previous, workspace=workspace, first=first,
         )  # fmt: skip
-        assert (workspace == -(2**63)).all()
-        return out[0], out[1], out[2]
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
         """drafts, prob, previous [D, d]."""
@@ -207,6 +210,21 @@ def test_position_by_position_with_biases_of_the_callers_own(device: str) -> Non
         step = replace(case, base=logits, w1=None, w2=None, anchors=previous)
         previous = step.run(first=j)[0][:, 0]
         assert torch.equal(previous, expected[:, j])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("num_sequences", [1, 20, 70])
+def test_a_replayed_graph_equals_the_eager_call(num_sequences: int) -> None:
+    case = _case("cuda", num_sequences, dtype=torch.bfloat16)
+    eager = case.run()
+    out = [torch.full_like(values, -7) for values in eager]
+    workspace = draft_workspace(NUM_SLOTS, MAX_DRAFTS, "cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        case.draw(*out, workspace)
+    for _ in range(2):
+        graph.replay()
+        assert all(torch.equal(*pair) for pair in zip(out, eager, strict=True))
 
 
 @pytest.mark.parametrize("has_markov", [False, True])
