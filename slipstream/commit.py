@@ -6,8 +6,9 @@ moved for all rows at once in the scheduler's ledger; only a request's tokens ar
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import overload
 
 import numpy as np
@@ -52,40 +53,45 @@ class Gains(Sequence[Delta]):
             return [self[i] for i in range(*index.indices(len(self)))]
         token_ids, reason = self.token_ids[index], self.finish_reasons.get(index % len(self))
         accepted = _flags(self.num_accepted[index], len(token_ids))
-        return Delta(self.requests[index], tuple(token_ids), tuple(accepted), self.widths[index], reason)
+        return Delta(self.requests[index], tuple(token_ids), accepted, self.widths[index], reason)
 
     @property
-    def ended(self) -> Iterator[Request]:
-        return (self.requests[index] for index in self.finish_reasons)
+    def ended(self) -> list[Request]:
+        return [self.requests[index] for index in sorted(self.finish_reasons)]
 
 
 def commit(plan: StepPlan, result: StepResult, scheduler: Scheduler) -> Gains:
     """Apply a collected step. Requests that end here leave the scheduler."""
     flight, ledger = scheduler.take_flight(plan.step), scheduler.ledger
-    # The others have ended or been preempted while this step was in flight.
-    rows = np.flatnonzero(ledger.generations[flight.slots_np] == flight.generations_np)
+    rows = ledger.still_there(flight).nonzero()[0]
     slots, widths, invalid = flight.slots_np[rows], result.widths_np[rows], result.invalid_np[rows]
-    requests = [ledger.tenants[slot] for slot in slots.tolist()]
-
     emits = flight.emits_np[rows] & ~invalid
     num_accepted = result.num_accepted_np[rows] * emits
-    num_tokens, room = num_accepted + emits, ledger.max_outputs[slots] - ledger.num_outputs[slots]
-    kept = np.minimum(num_tokens, room)
-    token_ids = [ids[:count] for ids, count in zip(result.token_ids_np[rows].tolist(), kept.tolist(), strict=True)]
-    reasons: dict[int, FinishReason] = dict.fromkeys(np.flatnonzero(num_tokens >= room).tolist(), "length")
+    ledger.advance(slots, flight.num_given_np[rows], num_accepted, flight.max_rows_np[rows])
+
+    too_long = ledger.context[slots] - ledger.full_context[slots]  # 0: the length that was asked for
+    full = (too_long >= 0).nonzero()[0]
+    reasons: dict[int, FinishReason] = dict.fromkeys(full.tolist(), "length")
+    kept = num_accepted + emits
+    kept[full] -= too_long[full]
+    requests = [ledger.tenants[slot] for slot in slots.tolist()]
+    tokens = result.token_ids_np.take(rows, axis=0).tolist()
+    token_ids = [ids[:count] for ids, count in zip(tokens, kept.tolist(), strict=True)]
     for index in _cut_at_stops(requests, token_ids):
         kept[index], reasons[index] = len(token_ids[index]), "stop"
-    for index in np.flatnonzero(invalid).tolist():
+    for index in invalid.nonzero()[0].tolist():
         widths[index], reasons[index], requests[index].error = 0, "error", _NOT_FINITE
 
-    kept_drafts = np.minimum(num_accepted, kept)
-    gains = Gains(requests, token_ids, kept_drafts.tolist(), widths.tolist(), dict(sorted(reasons.items())))
+    gains = Gains(requests, token_ids, np.minimum(num_accepted, kept).tolist(), widths.tolist(), reasons)
     _append(gains)
-    ledger.advance(slots, flight, rows, plan.num_given_np[rows] + num_accepted, kept)
-    decoded = np.flatnonzero(emits & (rows < plan.num_decode))
-    ledger.count(slots[decoded], plan.draft_length, widths[decoded], kept_drafts[decoded], kept[decoded])
-    for index, reason in gains.finish_reasons.items():
-        scheduler.finish(requests[index], reason)
+    decoded = emits & (rows < plan.num_decode)
+    for index in sorted(reasons):
+        if decoded[index]:  # counted by itself, for it may have been cut
+            kept_drafts, count = gains.num_accepted[index], len(token_ids[index])
+            requests[index].counters.count_step(plan.draft_length, gains.widths[index], kept_drafts, count)
+            decoded[index] = False
+        scheduler.finish(requests[index], reasons[index])
+    ledger.count(slots[decoded], plan.draft_length, widths[decoded], num_accepted[decoded])
     scheduler.settle(slots[emits])
     return gains
 
@@ -113,6 +119,7 @@ def _append(gains: Gains) -> None:
         request.accepted += _flags(num_accepted, len(ids))
 
 
-def _flags(num_accepted: int, count: int) -> list[bool]:
+@cache
+def _flags(num_accepted: int, count: int) -> tuple[bool, ...]:
     """Per token: it was an accepted draft. Those come first."""
-    return [True] * num_accepted + [False] * (count - num_accepted)
+    return (True,) * num_accepted + (False,) * (count - num_accepted)

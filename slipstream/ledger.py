@@ -27,80 +27,119 @@ class InFlight:
     step: int
     slots_np: Int64s  # [B]
     generations_np: Int32s  # [B]
+    num_given_np: Int32s  # [B]
     max_rows_np: Int32s  # [B] given rows + most drafts: how far the context may move
     emits_np: Bools  # [B]
 
 
 class Ledger:
-    """Columns are valid for slots that have a tenant; `slots` arguments name no slot twice."""
+    """Columns are valid for slots that have a tenant; `slots` arguments name no slot twice.
+
+    The newest token of an answer is not yet in the context: a decoding request knows context + 1 tokens.
+    """
 
     def __init__(self, num_slots: int, max_drafts: int) -> None:
         self.tenants: dict[int, Request] = {}  # by slot
         self.generations = np.zeros(num_slots, np.int32)  # tenants that the slot has had before this one
         self.uids = np.zeros(num_slots, np.int64)
         self.context = np.zeros(num_slots, np.int32)  # committed context length
-        self.context_upper_bound = np.zeros(num_slots, np.int32)  # with what lies in flight
-        self.num_outputs = np.zeros(num_slots, np.int32)
-        self.num_outputs_lower_bound = np.zeros(num_slots, np.int32)  # each emitting step in flight brings one or more
-        self.max_outputs = np.zeros(num_slots, np.int32)  # by max_tokens and the model's context
+        self.context_lower_bound = np.zeros(num_slots, np.int32)  # with what lies in flight, no draft of it accepted
+        self.context_upper_bound = np.zeros(num_slots, np.int32)  # with what lies in flight, as many as were planned
+        self.full_context = np.zeros(num_slots, np.int32)  # where the answer ends, by max_tokens or the model's context
         self.unplanned = np.zeros(
             num_slots, np.int32
         )  # known tokens that are in no plan yet; 0: it decodes, or is free
         self.decode_steps = np.zeros(num_slots, np.int32)  # planned since admission
-        self.steps_in_flight = np.zeros(num_slots, np.int32)
         self.sampling = np.zeros(num_slots, np.uint8)  # SAMPLED | TOP_K | TOP_P
         self.teaches = np.zeros(num_slots, np.bool_)
-        # Of its decode steps since admission: drafted, emitted; how many had width, reached and accepted = column.
-        self._sums = np.zeros((2, num_slots), np.int64)
-        self._histograms = np.zeros((3, num_slots, max_drafts + 1), np.int64)
+        self._counts = _Counts(num_slots, max_drafts)
 
     def admit(self, slot: int, request: Request, max_model_len: int) -> None:
         """A new tenant, of whose known tokens none is computed."""
-        params, num_outputs = request.params, len(request.output_ids)
+        params = request.params
         self.tenants[slot] = request
         self.uids[slot] = request.uid
-        self.context[slot] = self.context_upper_bound[slot] = 0
-        self.num_outputs[slot] = self.num_outputs_lower_bound[slot] = num_outputs
-        self.max_outputs[slot] = min(params.max_tokens, max_model_len - len(request.prompt_ids))
+        self.context[slot] = self.context_lower_bound[slot] = self.context_upper_bound[slot] = 0
+        self.full_context[slot] = min(len(request.prompt_ids) + params.max_tokens, max_model_len) - 1
         self.unplanned[slot] = request.num_known
-        self.decode_steps[slot] = self.steps_in_flight[slot] = 0
+        self.decode_steps[slot] = 0
         cuts = SAMPLED | TOP_K * (params.top_k > 0) | TOP_P * (params.top_p < 1)
         self.sampling[slot] = cuts if params.temperature > 0 else 0
         self.teaches[slot] = not request.constrained
-        self._sums[:, slot] = 0
-        self._histograms[:, slot] = 0
 
     def release(self, slot: int) -> None:
         """The tenant leaves with its counts; steps of it in flight are known by its generation."""
-        self.count_into(self.tenants.pop(slot).counters, slot)
+        counters = self.tenants.pop(slot).counters
+        self._counts.move_into(counters, slot)
         self.generations[slot] += 1
         self.unplanned[slot] = 0
 
+    def still_there(self, flight: InFlight) -> Bools:
+        """[B] which of a flight's tenants have neither ended nor been preempted since."""
+        there: Bools = self.generations[flight.slots_np] == flight.generations_np
+        return there
+
     def book(self, flight: InFlight) -> None:
-        slots = flight.slots_np
-        self.context_upper_bound[slots] += flight.max_rows_np
-        self.num_outputs_lower_bound[slots] += flight.emits_np
-        self.steps_in_flight[slots] += 1
+        self.context_lower_bound[flight.slots_np] += flight.num_given_np
+        self.context_upper_bound[flight.slots_np] += flight.max_rows_np
 
-    def advance(self, slots: Int64s, flight: InFlight, rows: Int64s, moved: Int32s, kept: Int32s) -> None:
-        """`rows` [n] of a flight, those of `slots`, came back: contexts moved by so much, so many tokens were kept."""
+    def advance(self, slots: Int64s, num_given: Int32s, num_accepted: Int32s, max_rows: Int32s) -> None:
+        """Rows [n] of a flight, those of `slots`, have come back."""
+        moved = num_given + num_accepted
         self.context[slots] += moved
-        self.context_upper_bound[slots] += moved - flight.max_rows_np[rows]
-        self.num_outputs[slots] += kept
-        self.num_outputs_lower_bound[slots] += kept - flight.emits_np[rows]
-        self.steps_in_flight[slots] -= 1
+        self.context_lower_bound[slots] += num_accepted
+        self.context_upper_bound[slots] += moved - max_rows
 
-    def count(self, slots: Int64s, drafted: int, widths: Int32s, accepted: Int32s, emitted: Int32s) -> None:
-        """One decode step of each of `slots` [n], as `SpecCounters.count_step` counts it."""
-        reached = np.minimum(emitted, widths)
-        wrong = (accepted < 0) | (accepted > widths) | (widths > drafted) | (emitted < 0) | (emitted > widths + 1)
-        assert not np.count_nonzero(wrong), (drafted, widths, accepted, emitted)
-        self._sums[0, slots] += drafted
-        self._sums[1, slots] += emitted
-        for histogram, column in zip(self._histograms, (widths, reached, accepted), strict=True):
-            histogram[slots, column] += 1
+    def count(self, slots: Int64s, drafted: int, widths: Int32s, accepted: Int32s) -> None:
+        """A decode step of each of `slots` [n] in which every token was kept; see `SpecCounters.count_step`."""
+        self._counts.add(slots, drafted, widths, accepted)
 
     def count_into(self, counters: SpecCounters, slot: int) -> None:
-        """Add what the tenant's decode steps since its admission have counted."""
-        drafted, emitted = self._sums[:, slot].tolist()
-        counters.count_steps(drafted, emitted, *self._histograms[:, slot].tolist())
+        """Add what `count` has counted since the tenant was admitted."""
+        self._counts.add_to(counters, slot)
+
+
+class _Counts:
+    """Decode steps by slot and by how they went. Steps are added up now and then: one by one they cost too much."""
+
+    STEPS_AT_ONCE = 64
+
+    def __init__(self, num_slots: int, max_drafts: int) -> None:
+        self._base = max_drafts + 1
+        self._drafted = np.zeros(num_slots, np.int64)
+        self._outcomes = np.zeros(num_slots * self._base**2, np.int64)  # flat [slot, width, accepted]: how many steps
+        self._later: list[tuple[Int64s, int, Int32s, Int32s]] = []  # slots, drafted, widths, accepted
+
+    def add(self, slots: Int64s, drafted: int, widths: Int32s, accepted: Int32s) -> None:
+        self._later.append((slots, drafted, widths, accepted))
+        if len(self._later) == self.STEPS_AT_ONCE:
+            self._add_up()
+
+    def add_to(self, counters: SpecCounters, slot: int) -> None:
+        self._add_up()
+        outcomes = self._of(slot)
+        accepted, whole = outcomes.sum(axis=0), np.diag(outcomes)
+        # With the token after the accepted ones one draft more is reached, unless there was none left.
+        reached = whole + np.append(0, (accepted - whole)[:-1])
+        widths = outcomes.sum(axis=1)
+        counters.count_steps(int(self._drafted[slot]), widths.tolist(), reached.tolist(), accepted.tolist())
+
+    def move_into(self, counters: SpecCounters, slot: int) -> None:
+        self.add_to(counters, slot)
+        self._drafted[slot] = 0
+        self._of(slot)[:] = 0
+
+    def _add_up(self) -> None:
+        if not self._later:
+            return
+        drafted = np.repeat([step[1] for step in self._later], [len(step[0]) for step in self._later])
+        slots, widths, accepted = (np.concatenate([step[i] for step in self._later]) for i in (0, 2, 3))
+        self._later.clear()
+        assert ((accepted >= 0) & (accepted <= widths) & (widths <= drafted)).all(), (drafted, widths, accepted)
+        np.add.at(self._drafted, slots, drafted)
+        np.add.at(self._outcomes, slots * self._base**2 + (widths * self._base + accepted), 1)
+
+    def _of(self, slot: int) -> Int64s:
+        """[S + 1, S + 1] by width and accepted, a view."""
+        outcomes: Int64s = self._outcomes.reshape(-1, self._base, self._base)[slot]
+        return outcomes

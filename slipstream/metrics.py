@@ -53,16 +53,14 @@ class SpecCounters:
         self.reached_at.update(range(1, min(emitted, width) + 1))  # behind the end of an answer nothing is known
         self.accepted_at.update(range(1, accepted + 1))
 
-    def count_steps(
-        self, drafted: int, emitted: int, widths: Sequence[int], reached: Sequence[int], accepted: Sequence[int]
-    ) -> None:
-        """Many decode steps: sums of drafts and tokens, and histograms by 0..S of what `count_step` counts singly."""
-        verified_at, accepted_at = _at_least(widths), _at_least(accepted)
-        self.steps += sum(widths)
+    def count_steps(self, drafted: int, widths: Sequence[int], reached: Sequence[int], accepted: Sequence[int]) -> None:
+        """Many decode steps in which every token was kept: drafts in all, and histograms over 0..S of the steps."""
+        steps, verified_at, accepted_at = sum(widths), _at_least(widths), _at_least(accepted)
+        self.steps += steps
         self.drafted += drafted
         self.verified += verified_at.total()
         self.accepted += accepted_at.total()
-        self.emitted += emitted
+        self.emitted += steps + accepted_at.total()
         self.width_histogram.update({width: count for width, count in enumerate(widths) if count})
         self.verified_at.update(verified_at)
         self.reached_at.update(_at_least(reached))

@@ -58,10 +58,12 @@ class Scheduler:
         self.running: list[Request] = []  # in order of admission
         self.ledger = Ledger(limits.max_num_seqs, limits.max_drafts)
         self.num_preemptions = 0
-        self._table = PageTable(limits.max_num_seqs, pages.pages_for(limits.max_model_len))
-        self._flights: deque[InFlight] = deque()
+        self._table = PageTable(limits.max_num_seqs, pages.pages_for(limits.max_model_len), pages.page_size)
+        self.flights: deque[InFlight] = deque()  # planned and not yet committed, oldest first
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._running_slots: Int64s | None = None  # of `running`; None: to be made again
+        self._ones = np.ones(limits.max_num_seqs, np.int32)
+        self._trues = np.ones(limits.max_num_seqs, np.bool_)
+        self._decoding_slots: Int64s | None = None  # None: to be made again
         self._step = 0
 
     @property
@@ -112,18 +114,18 @@ class Scheduler:
 
     def take_flight(self, step: int) -> InFlight:
         """A planned step has come back: what was booked of it. Steps before it that never came are forgotten."""
-        flight = self._flights.popleft()
+        flight = self.flights.popleft()
         while flight.step != step:
             assert flight.step < step, (flight.step, step)
-            flight = self._flights.popleft()
+            flight = self.flights.popleft()
         return flight
 
     def settle(self, slots: Int64s) -> None:
-        """After a commit: give back the pages that the upper bound of each of `slots` had too much."""
-        keep = self._pages_for(self.ledger.context_upper_bound[slots] + 1)
-        surplus = np.flatnonzero(self._table.num_pages[slots] > keep)
+        """After a commit: give back the pages that the upper bound of each of `slots`, and one row, leave empty."""
+        bound = self.ledger.context_upper_bound[slots]
+        surplus = (self._table.capacity[slots] > bound + self.pages.page_size).nonzero()[0]
         if len(surplus):
-            self.pages.give(self._table.cut(slots[surplus], keep[surplus]))
+            self.pages.give(self._table.cut(slots[surplus], self._pages_for(bound[surplus] + 1)))
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Take a request out, wherever it is. What of it lies in flight is dropped later, by its generation."""
@@ -137,18 +139,24 @@ class Scheduler:
 
     def _decode_rows(self) -> _Decode:
         """Who decodes, with as many drafts as may be verified; some must wait for a result first."""
-        ledger, limits, slots = self.ledger, self.limits, self._slots_in_order()
+        ledger, limits, slots = self.ledger, self.limits, self._decoding()
         bound = ledger.context_upper_bound[slots]
         room = limits.max_model_len - 2 - bound  # the last emitted token may stand at max_model_len - 1
-        wanted = ledger.max_outputs[slots] - ledger.num_outputs_lower_bound[slots] - 1
-        most = np.minimum(np.minimum(room, wanted), limits.max_drafts)
-        ready = (most >= 0) & (ledger.unplanned[slots] == 0)
-        caps = most * (bound < limits.max_draft_context - limits.max_drafts)  # a block is drafted whole or not at all
+        wanted = ledger.full_context[slots] - ledger.context_lower_bound[slots] - 1  # one token is no draft
+        caps = np.minimum(np.minimum(room, wanted), limits.max_drafts)
+        ready = caps >= 0
+        if limits.max_draft_context < limits.max_model_len + limits.max_drafts:
+            caps = caps * (
+                bound + limits.max_drafts < limits.max_draft_context
+            )  # a block is drafted whole or not at all
         return (slots, caps) if np.count_nonzero(ready) == len(slots) else (slots[ready], caps[ready])
 
     def _reserve_decode(self, slots: Int64s, caps: Int32s) -> _Decode | None:
         """Pages for all rows, of those requests and with those caps that pages are there for. None: DRAIN."""
-        missing = self._missing_pages(slots, 1 + caps)
+        beyond = self._rows_beyond_pages(slots, 1 + caps)
+        if not np.count_nonzero(beyond > 0):
+            return slots, caps
+        missing = self._pages_for(np.maximum(beyond, 0))
         if missing.sum() > self.pages.num_free:
             going_on = self._preempt_for_one_row(slots)
             if going_on is None:
@@ -163,7 +171,7 @@ class Scheduler:
         """Preempt the newest until every other request can have its one row; who of `slots` is left. None: DRAIN."""
         going_on = np.ones(len(slots), np.bool_)
         while self._missing_pages(slots[going_on], 1).sum() > self.pages.num_free:
-            if self.ledger.steps_in_flight[self._slots_in_order()].any():
+            if any(self.ledger.still_there(flight).any() for flight in self.flights):
                 return None
             going_on &= slots != self._preempt(self.running[-1])
         return going_on
@@ -171,17 +179,21 @@ class Scheduler:
     def _within_free_pages(self, slots: Int64s, caps: Int32s) -> tuple[Int32s, Int32s]:
         """Drafts as far as pages last, first come, first served: the caps, and the pages that each row then takes."""
         missing = self._missing_pages(slots, 1 + caps)
-        asked_before = np.cumsum(missing) - missing
+        asked_before = missing.cumsum() - missing
         granted = np.clip(self.pages.num_free - asked_before, 0, missing).astype(np.int32)
-        num_tokens = (self._table.num_pages[slots] + granted) * self.pages.page_size
-        return np.minimum(caps, num_tokens - self.ledger.context_upper_bound[slots] - 1), granted
+        beyond = self._rows_beyond_pages(slots, 1 + caps) - granted * self.pages.page_size
+        return caps - np.maximum(beyond, 0), granted
 
     def _missing_pages(self, slots: Int64s, num_rows: Int32s | int) -> Int32s:
-        need = self._pages_for(self.ledger.context_upper_bound[slots] + num_rows)
-        return np.maximum(need - self._table.num_pages[slots], 0)
+        return self._pages_for(np.maximum(self._rows_beyond_pages(slots, num_rows), 0))
+
+    def _rows_beyond_pages(self, slots: Int64s, num_rows: Int32s | int) -> Int32s:
+        """How many of so many rows the pages of each of `slots` have no room for; below 0: room is left."""
+        beyond: Int32s = self.ledger.context_upper_bound[slots] + num_rows - self._table.capacity[slots]
+        return beyond
 
     def _reserve(self, slots: Int64s, counts: Int32s) -> None:
-        growing = np.flatnonzero(counts)
+        growing = counts.nonzero()[0]
         if len(growing):
             counts = counts[growing]
             self._table.append(slots[growing], counts, self.pages.take(int(counts.sum())))
@@ -190,47 +202,42 @@ class Scheduler:
         pages: Int32s = (num_tokens + (self.pages.page_size - 1)) // self.pages.page_size
         return pages
 
-    def _slots_in_order(self) -> Int64s:
-        if self._running_slots is None:
-            self._running_slots = np.array([request.slot for request in self.running], np.int64)
-        return self._running_slots
+    def _decoding(self) -> Int64s:
+        """Slots whose known tokens are all computed or planned, in order of admission."""
+        if self._decoding_slots is None:
+            slots = np.array([request.slot for request in self.running], np.int64)
+            self._decoding_slots = slots[self.ledger.unplanned[slots] == 0]
+        return self._decoding_slots
 
     # ------------------------------------------------------------------ prefill, admission, the way out
 
     def _prefill_rows(self, budget: int, may_admit: bool) -> tuple[list[_Chunk], list[Admission]]:
         """Chunks of the requests being prefilled, then new ones, within the budget of given rows."""
         chunks, admissions = [], []
-        for slot in self._prefilling():
-            if budget > 0:
-                chunks.append(self._chunk(slot, budget))
+        for request in self.running if np.count_nonzero(self.ledger.unplanned) else ():
+            if budget > 0 and self.ledger.unplanned[request.slot]:
+                chunks.append(self._chunk(request, budget))
                 budget -= chunks[-1].num_given
         while may_admit and budget > 0 and self.waiting and self._free_slots and self._fits(self.waiting[0]):
-            admissions.append(self._admit(self.waiting.popleft()))
-            chunks.append(self._chunk(admissions[-1].slot, budget))
+            request = self.waiting.popleft()
+            admissions.append(self._admit(request))
+            chunks.append(self._chunk(request, budget))
             budget -= chunks[-1].num_given
         return chunks, admissions
-
-    def _prefilling(self) -> list[int]:
-        """Slots whose prompt is not planned to its end, in order of admission."""
-        if not np.count_nonzero(self.ledger.unplanned):
-            return []
-        slots = self._slots_in_order()
-        found: list[int] = slots[self.ledger.unplanned[slots] > 0].tolist()
-        return found
 
     def _fits(self, request: Request) -> bool:
         """The whole prompt and the first token, so that a prefill never runs out of pages half-way."""
         return self.pages.pages_for(request.num_known + 1) <= self.pages.num_free
 
-    def _chunk(self, slot: int, budget: int) -> _Chunk:
-        remaining = int(self.ledger.unplanned[slot])
-        return _Chunk(slot, min(remaining, budget), emits=remaining <= budget)
+    def _chunk(self, request: Request, budget: int) -> _Chunk:
+        assert request.slot is not None
+        remaining = int(self.ledger.unplanned[request.slot])
+        return _Chunk(request.slot, min(remaining, budget), emits=remaining <= budget)
 
     def _admit(self, request: Request) -> Admission:
         request.slot = slot = self._free_slots.pop()
         self.ledger.admit(slot, request, self.limits.max_model_len)
         self.running.append(request)
-        self._running_slots = None
         self._reserve(np.array([slot]), np.array([self.pages.pages_for(request.num_known + 1)], np.int32))
         token_ids = np.fromiter((*request.prompt_ids, *request.output_ids), np.int32, request.num_known)
         params = request.params
@@ -257,31 +264,31 @@ class Scheduler:
         self.ledger.release(slot)
         self._free_slots.append(slot)
         self.running.remove(request)
-        self._running_slots = request.slot = None
+        self._decoding_slots = request.slot = None
         return slot
 
     # ------------------------------------------------------------------ the plan
 
-    def _book(self, slots: Int64s, caps: Int32s, chunks: list[_Chunk], admissions: list[Admission]) -> StepPlan:
-        ledger, num_decode = self.ledger, len(slots)
-        num_given, emits = np.ones(num_decode + len(chunks), np.int32), np.ones(num_decode + len(chunks), np.bool_)
+    def _book(self, decode_slots: Int64s, caps: Int32s, chunks: list[_Chunk], admissions: list[Admission]) -> StepPlan:
+        ledger, slots, num_decode = self.ledger, decode_slots, len(decode_slots)
+        num_given, emits = self._ones[:num_decode].copy(), self._trues[:num_decode].copy()
         if chunks:
-            slots = np.concatenate((slots, np.array([chunk.slot for chunk in chunks], np.int64)))
-            caps = np.concatenate((caps, np.zeros(len(chunks), np.int32)))
-            num_given[num_decode:] = [chunk.num_given for chunk in chunks]
-            emits[num_decode:] = [chunk.emits for chunk in chunks]
-        flight = InFlight(self._step, slots, ledger.generations[slots], num_given + caps, emits)
-        plan = self._plan(flight, num_decode, num_given, caps, admissions)
+            slots = np.append(slots, [chunk.slot for chunk in chunks])
+            caps = np.append(caps, np.zeros(len(chunks), np.int32))
+            num_given = np.append(num_given, np.array([chunk.num_given for chunk in chunks], np.int32))
+            emits = np.append(emits, [chunk.emits for chunk in chunks])
+        flight = InFlight(self._step, slots, ledger.generations[slots], num_given, num_given + caps, emits)
+        plan = self._plan(flight, num_decode, caps, admissions)
         ledger.book(flight)
-        ledger.decode_steps[slots[:num_decode]] += 1
-        ledger.unplanned[slots[num_decode:]] -= num_given[num_decode:]
-        self._flights.append(flight)
+        ledger.decode_steps[decode_slots] += 1
+        if chunks:
+            ledger.unplanned[slots[num_decode:]] -= num_given[num_decode:]
+            self._decoding_slots = None
+        self.flights.append(flight)
         self._step += 1
         return plan
 
-    def _plan(
-        self, flight: InFlight, num_decode: int, num_given: Int32s, caps: Int32s, admissions: list[Admission]
-    ) -> StepPlan:
+    def _plan(self, flight: InFlight, num_decode: int, caps: Int32s, admissions: list[Admission]) -> StepPlan:
         ledger, slots = self.ledger, flight.slots_np
         sampling = ledger.sampling[slots]
         emitting = int(np.bitwise_or.reduce(sampling * flight.emits_np))
@@ -293,7 +300,7 @@ class Scheduler:
             generations_np=flight.generations_np,
             uids_np=ledger.uids[slots],
             decode_steps_np=ledger.decode_steps[slots],
-            num_given_np=num_given,
+            num_given_np=flight.num_given_np,
             emits_np=flight.emits_np,
             caps_np=caps,
             context_np=ledger.context[slots],

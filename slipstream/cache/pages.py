@@ -50,58 +50,71 @@ class PageAllocator:
 
 
 class PageTable:
-    """The host's copy of the device's page table: slot i holds its pages in [0, num_pages[i]), behind them is NULL_PAGE.
+    """The host's copy of the device's page table: a slot has pages for `capacity` tokens, behind them is NULL_PAGE.
 
     Several slots are changed at once. The device is told through `take_writes`; of a slot, what it lacks is always one
     run of entries, so that no entry is written twice by one call, whatever was appended and cut in between.
     """
 
-    def __init__(self, num_slots: int, pages_per_slot: int) -> None:
-        self.num_pages = np.zeros(num_slots, np.int32)
-        self._pages = np.full((num_slots, pages_per_slot), NULL_PAGE, np.int32)
+    def __init__(self, num_slots: int, pages_per_slot: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.capacity = np.zeros(num_slots, np.int32)  # tokens; num_pages * page_size
+        self._num_pages = np.zeros(num_slots, np.int32)
+        self._width = pages_per_slot
+        self._pages = np.full(num_slots * pages_per_slot, NULL_PAGE, np.int32)  # flat, by slot and index
         self._changed_from = np.zeros(num_slots, np.int32)  # entries [from, to) have changed since the last writes
         self._changed_to = np.zeros(num_slots, np.int32)
-        self._slots = np.arange(num_slots)
 
     def append(self, slots: Int64s, counts: Int32s, pages: list[int]) -> None:
-        """Give `counts` [n] more pages to each of `slots` [n] (no slot twice), from `pages` in that order."""
-        start = self.num_pages[slots]
-        self._pages[np.repeat(slots, counts), _runs(start, counts)] = pages
-        self.num_pages[slots] = end = start + counts
+        """Give `counts` [n] more pages to each of `slots` [n] (n > 0, no slot twice), from `pages` in that order."""
+        start = self._num_pages[slots]
+        end = start + counts
+        self._pages[self._places(slots, start, counts)] = pages
+        self._set_num_pages(slots, end)
         self._changed_to[slots] = np.maximum(self._changed_to[slots], end)
 
     def cut(self, slots: Int64s, keep: Int32s) -> list[int]:
-        """Leave each of `slots` [n] (no slot twice) its first `keep` [n] pages, which it has; return the others."""
-        counts = self.num_pages[slots] - keep
-        places = np.repeat(slots, counts), _runs(keep, counts)
+        """Leave each of `slots` [n] (n > 0, no slot twice) its first `keep` [n] pages, which it has; return the others."""
+        places = self._places(slots, keep, self._num_pages[slots] - keep)
         pages: list[int] = self._pages[places].tolist()
         self._pages[places] = NULL_PAGE  # it must not keep pointing at pages that others may own by then
-        self.num_pages[slots] = keep
+        self._set_num_pages(slots, keep)
         self._changed_from[slots] = np.minimum(self._changed_from[slots], keep)
         return pages
 
     def clear(self, slot: int) -> list[int]:
         """Take everything from a slot, and forget what the device was to be told: an admission resets the entries."""
         pages = self.of(slot)
-        self._pages[slot, : len(pages)] = NULL_PAGE
-        self.num_pages[slot] = self._changed_from[slot] = self._changed_to[slot] = 0
+        self._pages[slot * self._width : slot * self._width + len(pages)] = NULL_PAGE
+        self._num_pages[slot] = self.capacity[slot] = self._changed_from[slot] = self._changed_to[slot] = 0
         return pages
 
     def of(self, slot: int) -> list[int]:
-        pages: list[int] = self._pages[slot, : self.num_pages[slot]].tolist()
+        first = slot * self._width
+        pages: list[int] = self._pages[first : first + int(self._num_pages[slot])].tolist()
         return pages
 
     def take_writes(self) -> Int32s:
         """[n, 3] (slot, index, page): entries that have changed since the last call, each once."""
         counts = self._changed_to - self._changed_from
-        if not np.count_nonzero(counts):
+        slots = counts.nonzero()[0]
+        if not len(slots):
             return _NO_WRITES
-        slots, index = np.repeat(self._slots, counts), _runs(self._changed_from, counts)
-        self._changed_from[:] = self._changed_to[:] = self.num_pages
-        return np.stack((slots, index, self._pages[slots, index]), axis=1).astype(np.int32)
+        places = self._places(slots, self._changed_from[slots], counts[slots])
+        self._changed_from[:] = self._changed_to[:] = self._num_pages
+        writes = np.empty((len(places), 3), np.int32)
+        writes[:, 0], writes[:, 1] = np.divmod(places, self._width)
+        writes[:, 2] = self._pages[places]
+        return writes
 
+    def _set_num_pages(self, slots: Int64s, num_pages: Int32s) -> None:
+        self._num_pages[slots] = num_pages
+        self.capacity[slots] = num_pages * self.page_size
 
-def _runs(start: Int32s, counts: Int32s) -> Int64s:
-    """start[0], start[0] + 1, ... (counts[0] of them), start[1], ..."""
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1]) + np.repeat(start - ends + counts, counts)
+    def _places(self, slots: Int64s, start: Int32s, counts: Int32s) -> Int64s:
+        """Entries [start, start + count) of each of the slots, in turn."""
+        places: Int64s = slots * self._width + start
+        if np.count_nonzero(counts > 1):
+            ends = counts.cumsum()
+            places = (places - ends + counts).repeat(counts) + np.arange(ends[-1])
+        return places

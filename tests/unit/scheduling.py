@@ -70,7 +70,13 @@ def check_invariants(scheduler: Scheduler) -> None:
 def numbers(scheduler: Scheduler, request: Request) -> tuple[int, int, int]:
     """Of a running request: its context, the upper bound of that, and how many steps of it are in flight."""
     ledger, slot = scheduler.ledger, request.slot
-    return int(ledger.context[slot]), int(ledger.context_upper_bound[slot]), int(ledger.steps_in_flight[slot])
+    flights = [flight.slots_np[ledger.still_there(flight)] for flight in scheduler.flights]
+    return int(ledger.context[slot]), int(ledger.context_upper_bound[slot]), sum(slot in slots for slots in flights)
+
+
+def anything_in_flight(scheduler: Scheduler) -> bool:
+    """Of requests that are still there."""
+    return any(scheduler.ledger.still_there(flight).any() for flight in scheduler.flights)
 
 
 def is_prefilling(scheduler: Scheduler, request: Request) -> bool:

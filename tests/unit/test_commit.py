@@ -2,6 +2,8 @@
 
 import pytest
 
+from slipstream.commit import commit
+from slipstream.metrics import SpecCounters
 from slipstream.plan import StepPlan
 from tests.unit.scheduling import (
     EOS,
@@ -110,7 +112,7 @@ def test_max_tokens_ends_an_answer_in_any_place_of_a_block(more):
     request = make_request(0, prompt=5)
     paper = decoding(request)
     paper.launch(full, tokens(11, 12, 13, 14, 15, first=6))
-    paper.scheduler.ledger.max_outputs[request.slot] = 1 + more
+    paper.scheduler.ledger.full_context[request.slot] = 5 + more
     (delta,) = paper.collect()
     assert delta.finish_reason == "length"
     assert delta.token_ids == (11, 12, 13, 14, 15)[:more]
@@ -180,6 +182,42 @@ def test_late_results_of_a_chunk_are_dropped_too():
     assert len(paper.collect()) == 1
 
 
+def test_counts_of_a_running_request_are_those_that_it_ends_with():
+    """Steps are added up at once only now and then; an answer's last step may be cut, and a preemption keeps counts."""
+    request = make_request(0, prompt=5, max_tokens=300)
+    paper = decoding(request, max_len=400)
+    outcomes = [(4, 4), (3, 1), (0, 0), (4, 0)] * 40
+    steps = iter(outcomes)
+    expected = SpecCounters()
+    while not request.is_finished:
+        known = len(request.output_ids)
+        plan = paper.launch(lambda row, cap: tuple(min(value, cap) for value in next(steps)))
+        width, accepted = (
+            int(part[0]) for part in (paper.in_flight[0][1].widths_np, paper.in_flight[0][1].num_accepted_np)
+        )
+        paper.collect()
+        if plan.num_decode:
+            expected.count_step(K, width, accepted, len(request.output_ids) - known)
+        assert paper.scheduler.counters_of(request) == expected
+        if known in (50, 51):
+            paper.scheduler._preempt(request)
+            assert request.counters == paper.scheduler.counters_of(request) == expected
+    assert request.counters == expected
+    assert expected.steps > 64
+
+
+def test_deltas_are_a_sequence():
+    first, second = make_request(0, prompt=5), make_request(1, prompt=5)
+    paper = decoding(first, second)
+    plan = paper.launch(full, tokens(11, EOS, first=6))
+    gains = commit(plan, paper.in_flight.popleft()[1], paper.scheduler)
+    assert [delta.request for delta in gains] == [first, second] == gains.ended
+    assert gains[-1] == gains[1] == gains[:][1]
+    assert (gains[1].token_ids, gains[1].accepted, gains[1].finish_reason) == ((11, EOS), (True, True), "stop")
+    with pytest.raises(IndexError):
+        gains[2]
+
+
 def test_counts_never_fall_below_zero_whatever_ends_when():
     request, other = make_request(0, prompt=5, max_tokens=7), make_request(1, prompt=5, max_tokens=9)
     paper = decoding(request, other)
@@ -190,7 +228,7 @@ def test_counts_never_fall_below_zero_whatever_ends_when():
             paper.collect()
         ledger, slots = paper.scheduler.ledger, [each.slot for each in paper.scheduler.running]
         assert (ledger.context[slots] >= 0).all()
-        assert (ledger.num_outputs_lower_bound[slots] <= ledger.max_outputs[slots]).all()
+        assert (ledger.context_lower_bound[slots] <= ledger.full_context[slots]).all()
     while paper.in_flight:
         assert paper.collect() == []
     assert (len(request.output_ids), len(other.output_ids)) == (7, 9)

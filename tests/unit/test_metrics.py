@@ -61,6 +61,19 @@ def test_counts_that_cannot_be_are_refused(drafted, width, accepted, emitted):
         SpecCounters().count_step(drafted, width, accepted, emitted)
 
 
+def test_many_steps_count_like_as_many_single_ones():
+    """Kept whole: every step emits its accepted drafts and one token."""
+    steps = [(7, 7), (7, 3), (4, 4), (4, 0), (0, 0), (1, 1), (1, 0), (7, 3)]
+    single, many = SpecCounters(mode="lag"), SpecCounters(mode="lag")
+    histograms = [[0] * 8 for _ in range(3)]
+    for width, accepted in steps:
+        single.count_step(7, width, accepted, accepted + 1)
+        for histogram, value in zip(histograms, (width, min(accepted + 1, width), accepted), strict=True):
+            histogram[value] += 1
+    many.count_steps(7 * len(steps), *histograms)
+    assert many == single
+
+
 def test_merging_adds():
     total, other = SpecCounters(), SpecCounters()
     total.count_step(7, 3, 2, 3)

@@ -1,14 +1,15 @@
 """Pages and slots under any order of events: a state machine over scheduler and commit with two steps in flight."""
 
+import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from slipstream.cache.pages import NULL_PAGE, NUM_RESERVED_PAGES, SCRATCH_PAGE, PageAllocator
+from slipstream.cache.pages import NULL_PAGE, NUM_RESERVED_PAGES, SCRATCH_PAGE, PageAllocator, PageTable
 from slipstream.errors import CapacityError
 from slipstream.scheduler import NoPlan
-from tests.unit.scheduling import EOS, PaperDevice, check_invariants, make_request, make_scheduler
+from tests.unit.scheduling import EOS, PaperDevice, anything_in_flight, check_invariants, make_request, make_scheduler
 
 
 def test_reserved_pages_are_never_handed_out():
@@ -43,6 +44,50 @@ def test_misuse_is_noticed():
         pages.give(taken)
     with pytest.raises(AssertionError):
         PageAllocator(NUM_RESERVED_PAGES, 4)
+
+
+def arrays(slots, counts):
+    return np.array(slots, np.int64), np.array(counts, np.int32)
+
+
+def test_a_page_table_is_changed_for_several_slots_at_once():
+    table = PageTable(num_slots=3, pages_per_slot=4, page_size=16)
+    table.append(*arrays([2, 0], [3, 1]), [7, 8, 9, 5])
+    assert [table.of(slot) for slot in range(3)] == [[5], [], [7, 8, 9]]
+    assert table.capacity.tolist() == [16, 0, 48]
+    assert table.take_writes().tolist() == [[0, 0, 5], [2, 0, 7], [2, 1, 8], [2, 2, 9]]
+    assert table.take_writes().tolist() == []
+    assert table.cut(*arrays([0, 2], [0, 1])) == [5, 8, 9]
+    table.append(*arrays([2], [1]), [6])
+    assert table.of(2) == [7, 6]
+    assert table.take_writes().tolist() == [[0, 0, NULL_PAGE], [2, 1, 6], [2, 2, NULL_PAGE]]
+
+
+def test_a_cleared_slot_has_nothing_to_tell():
+    table = PageTable(num_slots=2, pages_per_slot=4, page_size=16)
+    table.append(*arrays([0, 1], [1, 1]), [5, 6])
+    assert table.clear(0) == [5]
+    assert (table.of(0), table.capacity.tolist()) == ([], [0, 16])
+    assert table.take_writes().tolist() == [[1, 0, 6]]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["append", "cut", "write"]), st.integers(0, 2), st.integers(0, 5))))
+def test_the_device_learns_the_page_table_whatever_happens_between_two_plans(events):
+    table, pages, device = PageTable(3, 5, 16), iter(range(2, 999)), np.zeros((3, 5), np.int32)
+    for what, slot, number in [*events, ("write", 0, 0)]:
+        held = len(table.of(slot))
+        if what == "append" and held < number:
+            count = number - held
+            table.append(*arrays([slot], [count]), [next(pages) for _ in range(count)])
+        elif what == "cut" and held > number:
+            table.cut(*arrays([slot], [number]))
+        elif what == "write":
+            slots, index, page = table.take_writes().T
+            assert len(set(zip(slots.tolist(), index.tolist(), strict=True))) == len(slots)
+            device[slots, index] = page
+    for slot in range(3):
+        held = table.of(slot)
+        assert device[slot].tolist() == held + [NULL_PAGE] * (5 - len(held))
 
 
 class Serving(RuleBasedStateMachine):
@@ -80,7 +125,7 @@ class Serving(RuleBasedStateMachine):
 
         plan = self.paper.launch(outcome, lambda position: data.draw(st.sampled_from([9, 9, 9, EOS])))
         if plan is NoPlan.DRAIN:
-            assert self.scheduler.ledger.steps_in_flight.any()
+            assert anything_in_flight(self.scheduler)
         elif plan is NoPlan.IDLE:
             assert self.paper.in_flight or not self.scheduler.has_work
         else:

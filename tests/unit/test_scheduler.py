@@ -10,6 +10,7 @@ from slipstream.scheduler import NoPlan
 from tests.unit.scheduling import (
     EOS,
     PaperDevice,
+    anything_in_flight,
     check_invariants,
     full,
     is_prefilling,
@@ -144,7 +145,7 @@ def test_bounds_count_what_lies_in_flight_and_shrink_with_its_result():
     assert numbers(scheduler, request) == (5, 9, 1)
     assert paper.launch(rejected).context_upper_bound_np.tolist() == [9]
     assert numbers(scheduler, request) == (5, 13, 2)
-    assert scheduler.ledger.num_outputs_lower_bound[request.slot] == 3
+    assert scheduler.ledger.context_lower_bound[request.slot] == 7
     paper.collect()
     assert numbers(scheduler, request) == (6, 10, 1)
     paper.collect()
@@ -179,7 +180,8 @@ def test_a_table_entry_given_back_points_nowhere():
     surplus = {(request.slot, 2), (request.slot, 3)}
     other = make_request(1, prompt=30)
     paper.add(other)
-    paper.scheduler.ledger.max_outputs[request.slot] = len(request.output_ids) + 1  # no drafts any more: one row
+    ledger = paper.scheduler.ledger
+    ledger.full_context[request.slot] = ledger.context[request.slot] + 1  # no drafts any more: one row
     plan = paper.launch()
     assert plan.caps_np.tolist() == [0, 0]
     nulled = {(slot, index) for slot, index, page in plan.page_writes_np.tolist() if page == NULL_PAGE}
@@ -343,7 +345,7 @@ def test_drain_is_answered_only_with_something_in_flight():
         plan = paper.launch(lambda row, cap: (cap, int(rng.integers(cap + 1))))
         if plan is NoPlan.DRAIN:
             drained += 1
-            assert paper.scheduler.ledger.steps_in_flight.any()
+            assert anything_in_flight(paper.scheduler)
         if plan is NoPlan.IDLE:
             assert paper.in_flight
         if len(paper.in_flight) == 2 or not isinstance(plan, StepPlan):
