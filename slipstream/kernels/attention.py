@@ -177,11 +177,11 @@ def _flat(rows: Tensor) -> Tensor:
 
 def _packed_rows(block_q: int, group: int) -> int:
     """Rows of a program's matrices: all heads of the group for all rows of a tile; a product needs 16."""
-    return max(16, triton.next_power_of_2(block_q * group))
+    return max(16, int(triton.next_power_of_2(block_q * group)))
 
 
 def _padded(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, int(triton.next_power_of_2(head_dim)))
 
 
 def _fits(workspace: Workspace, pairs: int, num_splits: int, packed_rows: int, padded_dim: int) -> bool:
@@ -194,7 +194,7 @@ def _fits(workspace: Workspace, pairs: int, num_splits: int, packed_rows: int, p
 
 
 # Arguments that differ between launches of one engine: specialising on 1 or on multiples of 16 would compile variants.
-_VARYING = ["table_columns", "block_q", "window", "num_splits", "min_share"]
+_VARYING = ["table_stride", "table_columns", "block_q", "window", "num_splits", "min_share"]
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -218,10 +218,9 @@ def _attention_kernel(
         sequence, first_row, row_base = tile, 0, tile.to(tl.int64) * block_q
         num_rows = block_q
     else:
-        sequence = tl.load(tile_sequence + tile)
+        sequence, first_row = tl.load(tile_sequence + tile), tl.load(tile_first_row + tile)
         if sequence < 0:
             return
-        first_row = tl.load(tile_first_row + tile)
         row_base = tl.load(cu_rows + sequence) + first_row
         num_rows = tl.minimum(block_q, (tl.load(cu_rows + sequence + 1) - row_base).to(tl.int32))
     slot = tl.load(slots + sequence)
@@ -261,44 +260,39 @@ def _attention_kernel(
         if HAS_WINDOW:
             there = there & (at >= begin)
         element = (kv_row * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim[None, :]
-        inside = there[:, None] & (dim < HEAD_DIM)[None, :]
-        keys = tl.load(key_pages + element, mask=inside, other=0.0)
-        values = tl.load(value_pages + element, mask=inside, other=0.0)
         seen = there[None, :]
         if OWN_N == 0:
             seen = seen & (at[None, :] <= position[:, None])
         if HAS_WINDOW:
             seen = seen & (at[None, :] > position[:, None] - window)
-        acc, total, top = _fold(rows, keys, values, seen, scale, acc, total, top)
+        inside = there[:, None] & (dim < HEAD_DIM)[None, :]
+        acc, total, top = _fold(rows, key_pages + element, value_pages + element, inside, seen, scale, acc, total, top)
 
     if OWN_N > 0:  # noqa: SIM102  (known when compiling; joined by `and` it would not be)
         if split == num_used - 1:  # the last split also takes the block's own keys
             other = tl.arange(0, OWN_N)
             element = ((row_base + other) * own_stride + kv_head * HEAD_DIM)[:, None] + dim[None, :]
-            inside = (other < block_q)[:, None] & (dim < HEAD_DIM)[None, :]
-            keys = tl.load(own_keys + element, mask=inside, other=0.0)
-            values = tl.load(own_values + element, mask=inside, other=0.0)
             seen = (other < block_q)[None, :]
             if HAS_WINDOW:
                 seen = seen & (other[None, :] <= row[:, None]) & (other[None, :] > row[:, None] - window)
-            acc, total, top = _fold(rows, keys, values, seen, scale, acc, total, top)
+            inside = (other < block_q)[:, None] & (dim < HEAD_DIM)[None, :]
+            acc, total, top = _fold(
+                rows, own_keys + element, own_values + element, inside, seen, scale, acc, total, top
+            )
 
     out_at = out + ((row_base + row) * out_stride + head_at)[:, None] + dim[None, :]
     if num_used == 1:
         tl.store(out_at, acc / total[:, None], mask=kept)
     else:
         pair = tile * NUM_KV_HEADS + kv_head
-        first = pair.to(tl.int64) * num_splits  # of the pair's places in the workspace
-        place = (first + split) * ROWS + packed
-        tl.store(partials + place[:, None] * DIM + dim[None, :], acc, mask=kept, cache_modifier=".cg")
-        tl.store(stats + 2 * place, top, mask=row < num_rows, cache_modifier=".cg")
-        tl.store(stats + 2 * place + 1, total, mask=row < num_rows, cache_modifier=".cg")
-        # Every thread's stores, then the barrier, then one thread's release: whoever acquires this count sees them all.
+        place = pair.to(tl.int64) * num_splits * ROWS + packed  # of the first split's rows in the workspace
+        kept_rows = row < num_rows
+        _publish(partials, stats, place + split * ROWS, dim, kept, kept_rows, acc, total, top, DIM)
+        # Every thread's stores, the barrier, one thread's release: whoever acquires this count sees them all.
         tl.debug_barrier()
         if tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu") == num_used - 1:
             tl.store(arrivals + pair, 0)  # all have arrived: ready for the next launch
-            place = first * ROWS + packed
-            acc, total = _merge(partials, stats, place, dim, kept, row < num_rows, num_used, ROWS, DIM, MERGE_UNROLL)
+            acc, total = _merge(partials, stats, place, dim, kept, kept_rows, num_used, ROWS, DIM, MERGE_UNROLL)
             tl.store(out_at, acc / total[:, None], mask=kept)
 
 
@@ -325,8 +319,10 @@ def _page(table, columns, column):
 
 
 @triton.jit
-def _fold(rows, keys, values, seen, scale, acc, total, top):
+def _fold(rows, key_at, value_at, inside, seen, scale, acc, total, top):
     """Take a block of keys into the running softmax: acc [ROWS, DIM], total and top [ROWS], all fp32."""
+    keys = tl.load(key_at, mask=inside, other=0.0)
+    values = tl.load(value_at, mask=inside, other=0.0)
     scores = tl.dot(rows, tl.trans(keys), input_precision="ieee") * scale
     scores = tl.where(seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
@@ -334,6 +330,13 @@ def _fold(rows, keys, values, seen, scale, acc, total, top):
     decay = tl.exp2(top - new_top)
     acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
     return acc, total * decay + tl.sum(weights, 1), new_top
+
+
+@triton.jit
+def _publish(partials, stats, place, dim, kept, kept_rows, acc, total, top, DIM: tl.constexpr):
+    tl.store(partials + place[:, None] * DIM + dim[None, :], acc, mask=kept, cache_modifier=".cg")
+    tl.store(stats + 2 * place, top, mask=kept_rows, cache_modifier=".cg")
+    tl.store(stats + 2 * place + 1, total, mask=kept_rows, cache_modifier=".cg")
 
 
 @triton.jit

@@ -91,38 +91,34 @@ def _rope_kernel(
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)
-    is_query, turns = head < NUM_HEADS, head < NUM_HEADS + NUM_KV_HEADS
     last = NUM_HEADS + NUM_KV_HEADS * (2 if STORES else 1)
     inside = (head < last)[:, None] & (pair < HEAD_DIM // 2)[None, :]
-    at = qkv + row * row_stride + head[:, None] * HEAD_DIM + pair[None, :]
+    is_query = inside & (head < NUM_HEADS)[:, None]
+    turns = inside & (head < NUM_HEADS + NUM_KV_HEADS)[:, None]  # queries and keys
     # All loads before the first use: a single row's time is the length of the chain of loads.
     position = tl.load(positions + row)
     slot = tl.load(kv_slots + row) if STORES else 0
-    left = tl.load(at, mask=inside, other=0.0)
-    right = tl.load(at + HEAD_DIM // 2, mask=inside, other=0.0)
-    cos, sin = _angles(cos_sin, position, max_position, pair, HEAD_DIM)
+    at = qkv + row * row_stride + head[:, None] * HEAD_DIM + pair[None, :]
+    left, right = _halves(at, inside, HEAD_DIM)
+    every = tl.zeros([HEADS, 1], tl.int32) + pair[None, :]  # the same for each head
+    cos, sin = _angles(cos_sin, position, max_position, every, turns, HEAD_DIM)
 
     new_left, new_right = left.to(tl.float32), right.to(tl.float32)
     if NORMS:
-        q_left, q_right = _halves(q_norm, pair, HEAD_DIM)
-        k_left, k_right = _halves(k_norm, pair, HEAD_DIM)
-        weight_left = tl.where(is_query[:, None], q_left[None, :], k_left[None, :])
-        weight_right = tl.where(is_query[:, None], q_right[None, :], k_right[None, :])
-        new_left, new_right = _norm(new_left, new_right, weight_left, weight_right, eps, HEAD_DIM)
+        q_left, q_right = _halves(q_norm + every, is_query, HEAD_DIM)
+        k_left, k_right = _halves(k_norm + every, turns & ~is_query, HEAD_DIM)
+        new_left, new_right = _norm(new_left, new_right, q_left + k_left, q_right + k_right, eps, HEAD_DIM)
     new_left, new_right = _turn(new_left, new_right, cos, sin)
-    left = tl.where(turns[:, None], new_left.to(left.dtype), left)  # values stay as they are
-    right = tl.where(turns[:, None], new_right.to(right.dtype), right)
-    tl.store(at, left, mask=inside & turns[:, None])
-    tl.store(at + HEAD_DIM // 2, right, mask=inside & turns[:, None])
+    left = tl.where(turns, new_left.to(left.dtype), left)  # values stay as they are
+    right = tl.where(turns, new_right.to(right.dtype), right)
+    _store(at, left, right, turns, HEAD_DIM)
 
     if STORES:
         # Keys come first: of the heads after the queries, nkv belong to key_pages and nkv to value_pages.
         kv_head = head - NUM_HEADS
         place = slot * NUM_KV_HEADS * HEAD_DIM + kv_head[:, None] * HEAD_DIM + pair[None, :]
-        is_key = inside & (turns & (head >= NUM_HEADS))[:, None]
-        _store(key_pages + place, left, right, is_key, HEAD_DIM)
-        is_value = inside & (head >= NUM_HEADS + NUM_KV_HEADS)[:, None]
-        _store(value_pages + place - NUM_KV_HEADS * HEAD_DIM, left, right, is_value, HEAD_DIM)
+        _store(key_pages + place, left, right, turns & ~is_query, HEAD_DIM)
+        _store(value_pages + place - NUM_KV_HEADS * HEAD_DIM, left, right, inside & ~turns, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["max_position"])
@@ -138,17 +134,13 @@ def _context_kernel(
     element = head[:, None] * HEAD_DIM + pair[None, :]
     at = kv + row * row_stride + layer * (2 * NUM_KV_HEADS * HEAD_DIM) + element
     position, slot = tl.load(positions + row), tl.load(kv_slots + row)
-    left = tl.load(at, mask=inside, other=0.0)
-    right = tl.load(at + HEAD_DIM // 2, mask=inside, other=0.0)
-    values_at = at + NUM_KV_HEADS * HEAD_DIM
-    value_left = tl.load(values_at, mask=inside, other=0.0)
-    value_right = tl.load(values_at + HEAD_DIM // 2, mask=inside, other=0.0)
-    cos, sin = _angles(cos_sin, position, max_position, pair, HEAD_DIM)
+    left, right = _halves(at, inside, HEAD_DIM)
+    value_left, value_right = _halves(at + NUM_KV_HEADS * HEAD_DIM, inside, HEAD_DIM)
+    every = tl.zeros([HEADS, 1], tl.int32) + pair[None, :]  # the same for each head
+    weight_left, weight_right = _halves(k_norms + layer * HEAD_DIM + every, inside, HEAD_DIM)
+    cos, sin = _angles(cos_sin, position, max_position, every, inside, HEAD_DIM)
 
-    weight_left, weight_right = _halves(k_norms + layer * HEAD_DIM, pair, HEAD_DIM)
-    new_left, new_right = _norm(
-        left.to(tl.float32), right.to(tl.float32), weight_left[None, :], weight_right[None, :], eps, HEAD_DIM
-    )
+    new_left, new_right = _norm(left.to(tl.float32), right.to(tl.float32), weight_left, weight_right, eps, HEAD_DIM)
     new_left, new_right = _turn(new_left, new_right, cos, sin)
     place = layer * layer_stride + slot * NUM_KV_HEADS * HEAD_DIM + element
     _store(keys + place, new_left.to(left.dtype), new_right.to(left.dtype), inside, HEAD_DIM)
@@ -156,12 +148,20 @@ def _context_kernel(
 
 
 @triton.jit
-def _halves(weight, pair, HEAD_DIM: tl.constexpr):
-    """The two halves of a norm's weight, fp32 [HALF]."""
-    inside = pair < HEAD_DIM // 2
-    left = tl.load(weight + pair, mask=inside, other=0.0)
-    right = tl.load(weight + HEAD_DIM // 2 + pair, mask=inside, other=0.0)
-    return left.to(tl.float32), right.to(tl.float32)
+def _halves(at, mask, HEAD_DIM: tl.constexpr):
+    return tl.load(at, mask=mask, other=0.0), tl.load(at + HEAD_DIM // 2, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(at, left, right, mask, HEAD_DIM: tl.constexpr):
+    tl.store(at, left, mask=mask)
+    tl.store(at + HEAD_DIM // 2, right, mask=mask)
+
+
+@triton.jit
+def _angles(cos_sin, position, max_position, pair, mask, HEAD_DIM: tl.constexpr):
+    """Cosines and sines of a position."""
+    return _halves(cos_sin + tl.minimum(position, max_position - 1) * HEAD_DIM + pair, mask, HEAD_DIM)
 
 
 @triton.jit
@@ -172,19 +172,5 @@ def _norm(left, right, weight_left, weight_right, eps, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def _angles(cos_sin, position, max_position, pair, HEAD_DIM: tl.constexpr):
-    """Cosines and sines [HALF] of a position."""
-    inside = pair < HEAD_DIM // 2
-    at = cos_sin + tl.minimum(position, max_position - 1) * HEAD_DIM + pair
-    return tl.load(at, mask=inside, other=0.0), tl.load(at + HEAD_DIM // 2, mask=inside, other=0.0)
-
-
-@triton.jit
 def _turn(left, right, cos, sin):
-    return left * cos[None, :] - right * sin[None, :], right * cos[None, :] + left * sin[None, :]
-
-
-@triton.jit
-def _store(at, left, right, mask, HEAD_DIM: tl.constexpr):
-    tl.store(at, left, mask=mask)
-    tl.store(at + HEAD_DIM // 2, right, mask=mask)
+    return left * cos - right * sin, right * cos + left * sin
