@@ -73,7 +73,7 @@ def test_a_run_of_ids_is_the_reference_row(keys: tuple[Tensor, Tensor]) -> None:
     seeds, positions = keys
     out = torch.empty(len(seeds), 128, device=seeds.device)
     _run[(1,)](out, seeds, positions, len(seeds), ROWS=64, BLOCK=128)
-    torch.testing.assert_close(out, gumbel(seeds, positions, 128), rtol=3e-7, atol=3e-7)
+    torch.testing.assert_close(out, gumbel(seeds, positions, 128), rtol=5e-7, atol=5e-7)
 
 
 def test_scattered_ids_are_columns_of_the_reference_row(keys: tuple[Tensor, Tensor]) -> None:
@@ -81,7 +81,7 @@ def test_scattered_ids_are_columns_of_the_reference_row(keys: tuple[Tensor, Tens
     token_ids = torch.tensor(random.Random(0).sample(range(151_936), 64), device=seeds.device)
     out = torch.empty(len(seeds), 64, device=seeds.device)
     _at[(len(seeds),)](out, seeds, positions, token_ids, BLOCK=64)
-    torch.testing.assert_close(out, gumbel(seeds, positions, 0, token_ids), rtol=3e-7, atol=3e-7)
+    torch.testing.assert_close(out, gumbel(seeds, positions, 0, token_ids), rtol=5e-7, atol=5e-7)
 
 
 def _hard_bits() -> list[int]:
