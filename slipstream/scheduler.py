@@ -90,6 +90,7 @@ class Scheduler:
         return counters
 
     def add(self, request: Request) -> None:
+        assert request.num_known < self.limits.max_model_len, (request.num_known, self.limits.max_model_len)
         longest = min(request.num_known + request.params.max_tokens, self.limits.max_model_len)
         need, room = self.pages.pages_for(longest), self.pages.num_free + self.pages.num_used
         if need > room:
@@ -146,9 +147,8 @@ class Scheduler:
         caps = np.minimum(np.minimum(room, wanted), limits.max_drafts)
         ready = caps >= 0
         if limits.max_draft_context < limits.max_model_len + limits.max_drafts:
-            caps = caps * (
-                bound + limits.max_drafts < limits.max_draft_context
-            )  # a block is drafted whole or not at all
+            # A block is drafted whole or not at all.
+            caps = caps * (bound + limits.max_drafts < limits.max_draft_context)
         return (slots, caps) if np.count_nonzero(ready) == len(slots) else (slots[ready], caps[ready])
 
     def _reserve_decode(self, slots: Int64s, caps: Int32s) -> _Decode | None:
