@@ -50,7 +50,7 @@ class Launch:
     block_n: int  # keys that a program handles at a time
     num_warps: int
     num_stages: int  # of the software pipeline: blocks of KV in flight, about
-    min_split_tokens: int = MIN_SPLIT_TOKENS
+    min_split_tokens: int = MIN_SPLIT_TOKENS  # no split is shorter, but for the last
 
 
 def attention_workspace(
@@ -231,7 +231,9 @@ def _attention_kernel(
     end = length if OWN_N > 0 else length + first_row + num_rows
     begin = tl.maximum(length + first_row - window + 1, 0) if HAS_WINDOW else 0
     num_blocks = tl.cdiv(end, BLOCK_N) - begin // BLOCK_N
-    share = tl.maximum(tl.cdiv(num_blocks, num_splits), min_share)
+    # As many splits as have min_share blocks each, then equal shares; rounding up may leave the last ones without work.
+    num_used = tl.maximum(tl.minimum(num_splits, num_blocks // min_share), 1)
+    share = tl.maximum(tl.cdiv(num_blocks, num_used), 1)
     num_used = tl.maximum(tl.cdiv(num_blocks, share), 1)
     if split >= num_used:
         return
