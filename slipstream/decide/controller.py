@@ -32,6 +32,7 @@ MIN_MS = 1e-6  # a time is never taken as less than this, so that rates stay fin
 MARGIN = 1e-7  # relative; far above what rounding does to a rate
 SMALL = 1e-9  # a survival that a sum of tokens may not even notice
 FEW = 24  # candidates that a plain loop settles sooner than vectors do
+WIDE = 512  # candidates up to which many sums in one call are faster than fewer sums in more calls
 MANY = 256  # candidates from which a coarse order is made first
 COARSE = 65535  # steps of the coarse order
 
@@ -88,43 +89,41 @@ def best_rate_by_length(
     curve = cost.curve(int(np.add.reduce(given_np)), len(candidates.survival_np) + 1)
     base_ms = float(curve[0]) + _kv_ms(cost, given_np, kv_np)
     ms_of_count = base_ms + (curve - curve[0])
-    rates_of = _rates_of_few if len(candidates.survival_np) <= FEW else _rates_of_many
-    best = rates_of(candidates, candidates.gains(cost, kv_np), ms_of_count, num_emitting, draft_ms_by_length)
-    return {length: best[length] for length in draft_ms_by_length}
+    gains = candidates.gains(cost, kv_np)
+    best = _best_side_by_side if len(gains) <= WIDE else _best_in_turn
+    # Candidates within a length are those of a flat index below a limit.
+    limits = {length * candidates.shape[0]: draft_ms for length, draft_ms in draft_ms_by_length.items()}
+    rates = best(candidates.flat_np, gains, ms_of_count, num_emitting, limits)
+    none = [num_emitting / max(draft_ms + base_ms, MIN_MS) for draft_ms in draft_ms_by_length.values()]
+    return dict(zip(draft_ms_by_length, map(max, none, rates), strict=True))
 
 
-def _rates_of_many(
-    candidates: "Candidates", gains: Pairs, ms_of_count: Floats, num_emitting: int, draft_ms_by_length: dict[int, float]
-) -> dict[int, float]:
-    """`best_rate_by_length`, the longest first: what a length cuts off, shorter ones do too."""
-    flat, rates = candidates.flat_np, {}
-    for length in sorted(draft_ms_by_length, reverse=True):
-        if length < candidates.shape[1]:
-            kept = np.flatnonzero(flat < length * candidates.shape[0])
+def _best_side_by_side(
+    flat: Ints, gains: Pairs, ms_of_count: Floats, num_emitting: int, draft_ms: dict[int, float]
+) -> list[float]:
+    """The best rate with candidates below each limit, all limits at once, what they cut off being 0: fewest calls."""
+    within = flat < np.array(list(draft_ms))[:, None]  # [limits, N]
+    sums = np.add.accumulate(within * gains, axis=1)
+    ms = ms_of_count.take(np.add.accumulate(within, axis=1, dtype=np.int64)) + sums.imag
+    rates = (num_emitting + sums.real) / np.maximum(np.array(list(draft_ms.values()))[:, None] + ms, MIN_MS)
+    best: list[float] = np.maximum.reduce(rates, axis=1, initial=0.0).tolist()
+    return best
+
+
+def _best_in_turn(
+    flat: Ints, gains: Pairs, ms_of_count: Floats, num_emitting: int, draft_ms: dict[int, float]
+) -> list[float]:
+    """The same, the highest limit first, what it cuts off being left out of lower ones: fewest sums."""
+    best = dict.fromkeys(draft_ms, 0.0)
+    for limit in sorted(filter(None, draft_ms), reverse=True):
+        kept = np.flatnonzero(flat < limit)
+        if len(kept) < len(flat):
             flat, gains = flat.take(kept), gains.take(kept)
         sums = np.add.accumulate(gains)
-        draft_ms = draft_ms_by_length[length]
-        ms = draft_ms + (ms_of_count[1 : len(flat) + 1] + sums.imag)
-        none = num_emitting / max(draft_ms + float(ms_of_count[0]), MIN_MS)
-        rates[length] = float(np.maximum.reduce((num_emitting + sums.real) / np.maximum(ms, MIN_MS), initial=none))
-    return rates
-
-
-def _rates_of_few(
-    candidates: "Candidates", gains: Pairs, ms_of_count: Floats, num_emitting: int, draft_ms_by_length: dict[int, float]
-) -> dict[int, float]:
-    """The same by a plain loop."""
-    left = list(zip(candidates.flat_np.tolist(), gains.real.tolist(), gains.imag.tolist(), strict=True))
-    times, rates = ms_of_count.tolist(), {}
-    for length in sorted(draft_ms_by_length, reverse=True):
-        left = [entry for entry in left if entry[0] < length * candidates.shape[0]]
-        draft_ms, tokens, kv_ms = draft_ms_by_length[length], 0.0, 0.0
-        best = num_emitting / max(draft_ms + times[0], MIN_MS)
-        for (_, survival, ms), time in zip(left, times[1:], strict=False):
-            tokens, kv_ms = tokens + survival, kv_ms + ms
-            best = max(best, (num_emitting + tokens) / max(draft_ms + (time + kv_ms), MIN_MS))
-        rates[length] = best
-    return rates
+        ms = ms_of_count[1 : len(flat) + 1] + sums.imag
+        rates = (num_emitting + sums.real) / np.maximum(draft_ms[limit] + ms, MIN_MS)
+        best[limit] = float(np.maximum.reduce(rates, initial=0.0))
+    return list(best.values())
 
 
 # ---------------------------------------------------------------------------------------------------------- candidates
@@ -277,8 +276,10 @@ def _greedy(problem: Problem) -> Ints:
     num_positions = problem.survival_np.shape[1]
     candidates = np.arange(num_positions)[:, None] < np.where(base > 0, 0, problem.caps_np)  # [S, B]
     survival = candidates * problem.survival_np.T
-    sure, open_ = _settle(problem, survival, price, accepted, base_ms)
-    if open_.any():
+    prices = price[None].repeat(num_positions, axis=0)
+    sure, open_ = _settle(problem, survival.reshape(-1), prices.reshape(-1), accepted, base_ms)
+    sure, open_ = sure.reshape(survival.shape), open_.reshape(survival.shape)
+    if np.count_nonzero(open_):
         sure = _in_order(problem, survival, price, accepted, base_ms, sure | open_, sure)
     widths: Ints = base + np.add.reduce(sure, axis=0, dtype=np.int64)
     return widths
@@ -304,7 +305,7 @@ def _one_by_one(problem: Problem, base: Ints, price: Floats, accepted: float, ba
 
 
 def _settle(problem: Problem, survival: Floats, price: Floats, accepted: float, base_ms: float) -> tuple[Bools, Bools]:
-    """([S, B] surely taken, [S, B] open); what is in neither is surely not taken.
+    """([S * B] surely taken, [S * B] open), of survivals and prices [S * B]; what is in neither is surely not taken.
 
     A candidate is taken if its survival per ms beats the rate when its turn comes. That rate never falls, so it is at
     least the one at the start, and at least the one after the sure candidates of higher survival than any open one; and
@@ -328,9 +329,9 @@ def _settle(problem: Problem, survival: Floats, price: Floats, accepted: float, 
 
 
 def _rate_with(taken: Bools, survival: Floats, price: Floats, tokens: float, time: float) -> float:
-    """The rate when the candidates of the mask [S, B] are taken too."""
-    by_sequence = np.add.reduce(taken, axis=0, dtype=np.float64)
-    return (tokens + float(np.vdot(survival, taken))) / (time + float(by_sequence @ price))
+    """The rate when the candidates of a mask are taken too."""
+    share = taken.astype(np.float64)
+    return (tokens + float(share @ survival)) / (time + float(share @ price))
 
 
 def _best_rate(survival: Floats, price: Floats, tokens: float, time: float) -> float:

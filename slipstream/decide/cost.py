@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -255,10 +256,19 @@ class CostProfile:
 
 
 def make_profile(
-    key: ProfileKey, samples: Samples, draft: DraftTimes, *, staircase: bool, versions: dict[str, str]
+    key: ProfileKey,
+    samples: Samples,
+    draft: DraftTimes,
+    *,
+    staircase: bool,
+    versions: dict[str, str],
+    edges: Sequence[int] = (),
 ) -> CostProfile:
-    """Fit both models and choose: the linear one, which can price each context, unless the table is clearly better."""
-    linear, table = fit_linear(samples), fit_table(samples, staircase=staircase)
+    """Fit both models and choose: the linear one, which can price each context, unless the table is clearly better.
+
+    `staircase`: steps run at padded row counts; `edges` are these counts, see `fit_table`.
+    """
+    linear, table = fit_linear(samples), fit_table(samples, staircase=staircase, edges=edges)
     linear_error, table_error = fit_error(linear, samples), fit_error(table, samples)
     fits = linear_error <= max(LINEAR_GOOD_ENOUGH, LINEAR_TOLERANCE * table_error)
     reason = f"mean error {linear_error:.1%} linear, {table_error:.1%} table"

@@ -4,6 +4,7 @@ Samples come from `slipstream profile` or from the start of an engine; nothing h
 between the two fits and files them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -60,15 +61,35 @@ def fit_linear(samples: Samples) -> LinearCost:
     return LinearCost(*_fit_non_negative(columns, samples.ms_np).tolist())
 
 
-def fit_table(samples: Samples, *, staircase: bool) -> TableCost:
-    """The median time of each measured row count, after the KV terms, fitted within row counts, are taken off."""
-    rows, group = np.unique(samples.rows_np.astype(np.int64), return_inverse=True)
+def fit_table(samples: Samples, *, staircase: bool, edges: Sequence[int] = ()) -> TableCost:
+    """The median time of each measured row count, after the KV terms, fitted within row counts, are taken off.
+
+    `edges`, rising: the row counts that steps are padded up to. A step then counts for its padded rows, and an edge
+    between measured ones that no step has reached gets a time by linear interpolation, so that a row count is never
+    priced by a larger padding than its own. Steps beyond the last edge are not padded and count for their own rows.
+    """
+    padded = _pad(samples.rows_np.astype(np.int64), np.asarray(edges, dtype=np.int64))
+    rows, group = np.unique(padded, return_inverse=True)
     dummies = np.eye(len(rows))[group]
     columns = np.concatenate([dummies, samples.kv_rows_np[:, None], samples.kv_np[:, None]], axis=1)
     c2, c3 = _fit_non_negative(columns, samples.ms_np)[-2:].tolist()
     rest = samples.ms_np - c2 * samples.kv_rows_np - c3 * samples.kv_np
     ms = [max(float(np.median(rest[group == g])), 0.0) for g in range(len(rows))]
-    return TableCost(tuple(rows.tolist()), tuple(ms), staircase=staircase, c2=c2, c3=c3)
+    between = [edge for edge in edges if rows[0] < edge < rows[-1]]
+    entries = np.union1d(rows, np.asarray(between, dtype=np.int64))
+    return TableCost(
+        tuple(entries.tolist()), tuple(np.interp(entries, rows, ms).tolist()), staircase=staircase, c2=c2, c3=c3
+    )
+
+
+def _pad(rows_np: Ints, edges_np: Ints) -> Ints:
+    """Every row count up to the next edge; beyond the last it stays."""
+    if not len(edges_np):
+        return rows_np
+    if (np.diff(edges_np) <= 0).any() or edges_np[0] < 1:
+        raise ConfigError(f"edges is {edges_np.tolist()}; row counts that steps are padded to must rise from 1")
+    index = np.searchsorted(edges_np, rows_np)
+    return np.where(index < len(edges_np), edges_np[np.minimum(index, len(edges_np) - 1)], rows_np)
 
 
 def fit_error(cost: StepCost, samples: Samples) -> float:

@@ -263,34 +263,42 @@ class Adaptive:
         kv = plan.context_upper_bound_np.astype(np.float64)
         rows = plan.num_given_np.astype(np.float64)
         if decision.widths_np is not None:
-            kv_rows = float((rows + decision.widths_np) @ kv)
+            rows += decision.widths_np
+            kv_rows, num_rows = float(rows @ kv), int(np.add.reduce(rows))
         else:  # the device hands the budget out: take the mean context of those that may get some
             can = decision.caps_np > 0
             kv_rows = float(rows @ kv) + decision.num_draft_rows * (float(kv[can].mean()) if can.any() else 0.0)
+            num_rows = int(np.add.reduce(rows)) + decision.num_draft_rows
         self.cost.observe(
-            plan.num_given + decision.num_draft_rows,
+            num_rows,
             measured_ms,
             kv_rows=kv_rows,
-            kv=float(kv.sum()),
+            kv=float(np.add.reduce(kv)),
             draft_length=plan.draft_length,
             num_sequences=plan.num_decode,
         )
+        if self._causal and not self._budget:
+            self.cost.step.hull()  # kept by the price; made here, a decision need not wait for it
 
     def _teach_sightings(self) -> None:
         """Lag map and prior, from every report that came in since the last call."""
         for seen in self._untaught:
-            confidence, length = self._confidence(seen), seen.signal_np.shape[1]
-            lagged = self.survival.fresh(seen.lagged.signal_np, seen.class_np)[:, :length]
-            self.survival.teach_survival(
-                survival_of(confidence), lagged, seen.lagged.lengths_np, seen.class_np, seen.teaches_np
-            )
+            survival, count = survival_of(self._confidence(seen)), len(seen.class_np)
+            fresh, lagged = survival[:count], survival[count:]
+            self.survival.teach_survival(fresh, lagged, seen.lagged.lengths_np, seen.class_np, seen.teaches_np)
         self._untaught.clear()
 
     def _confidence(self, seen: "_Sighting") -> Floats:
-        """[D, d] by the calibration of now; made once while that stays."""
-        calibration = self.survival.calibration_np
-        if seen.calibrated is None or seen.calibrated[0] is not calibration:
-            seen.calibrated = calibration, self.survival.confidence(seen.signal_np, seen.class_np)
+        """[2D, d] of the report's rows and then of the lagged ones, by the calibration of now; made once while that stays."""
+        model, length = self.survival, seen.signal_np.shape[1]
+        if seen.calibrated is None or seen.calibrated[0] is not model.calibration_np:
+            if length == self.num_drafts:
+                signals, classes = (seen.signal_np, seen.lagged.signal_np), (seen.class_np, seen.class_np)
+                both = model.confidence(np.concatenate(signals), np.concatenate(classes))
+            else:
+                lagged = model.confidence(seen.lagged.signal_np, seen.class_np)[:, :length]
+                both = np.concatenate([model.confidence(seen.signal_np, seen.class_np), lagged])
+            seen.calibrated = model.calibration_np, both
         return seen.calibrated[1]
 
     def _pair(self, step: int, half: "_Half") -> None:
@@ -306,7 +314,7 @@ class Adaptive:
             return
         num_decode = len(seen.class_np)
         self.survival.teach_outcomes(
-            self._confidence(seen),
+            self._confidence(seen)[:num_decode],
             result.widths_np[:num_decode],
             result.num_accepted_np[:num_decode],
             seen.class_np,
@@ -322,7 +330,7 @@ class _Sighting:
     signal_np: Float32s  # [D, d]
     lagged: Confidence
     teaches_np: Bools  # [D]
-    calibrated: tuple[Float32s, Floats] | None = None  # a calibration and the confidences [D, d] by it
+    calibrated: tuple[Float32s, Floats] | None = None  # a calibration and the confidences [2D, d] by it
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -79,24 +79,28 @@ class SurvivalModel:
         self._scale_np = np.ones((2, num_drafts)) if scale_np is None else np.asarray(scale_np, dtype=np.float64)
         assert self._scale_np.shape == (2, num_drafts), self._scale_np.shape
         self._shift_np = np.zeros((2, num_drafts))
+        self._first_moved = num_drafts  # before this position, confidence is the raw signal
         self._information_np = np.zeros((2, num_drafts))
         halves = np.tile(0.5 ** np.arange(1, num_drafts + 1), (2, 1))
         self._prior_np = halves.copy()
         self._prior_weight_np = np.full((2, num_drafts), MEAN_WEIGHT)
         self._lag = _LagMap(halves)
+        self._falling_prior_np, self._prior_ratio_np = np.empty_like(halves), np.empty_like(halves)
         self._tabulate_calibration()
         self._tabulate_prior()
 
     def _tabulate_calibration(self) -> None:
-        pairs = np.stack([self._scale_np, self._shift_np], axis=-1)
-        moved = np.flatnonzero((pairs != (1.0, 0.0)).any(axis=(0, 2)))
-        self._calibration_np = pairs.astype(np.float32)
-        self._first_moved = int(moved[0]) if len(moved) else self.num_drafts  # before it, confidence is the raw signal
+        self._calibration_np = np.empty((2, self.num_drafts, 2), dtype=np.float32)
+        self._calibration_np[..., 0], self._calibration_np[..., 1] = self._scale_np, self._shift_np
+        if self._first_moved or not self._shift_np[:, :1].any():
+            moved = np.flatnonzero(((self._scale_np != 1.0) | (self._shift_np != 0.0)).any(axis=0))
+            self._first_moved = int(moved[0]) if len(moved) else self.num_drafts
 
     def _tabulate_prior(self) -> None:
-        self._falling_prior_np = np.minimum.accumulate(self._prior_np, axis=1)
-        before = np.concatenate([np.ones((2, 1)), self._falling_prior_np[:, :-1]], axis=1)
-        self._prior_ratio_np = self._falling_prior_np / np.maximum(before, EDGE)
+        np.minimum.accumulate(self._prior_np, axis=1, out=self._falling_prior_np)
+        before = np.maximum(self._falling_prior_np[:, :-1], EDGE)
+        np.divide(self._falling_prior_np[:, 1:], before, out=self._prior_ratio_np[:, 1:])
+        self._prior_ratio_np[:, :1] = self._falling_prior_np[:, :1]
 
     # ------------------------------------------------------------------------------------------------------ reading
 
@@ -144,8 +148,9 @@ class SurvivalModel:
         """[n, S] this step's survival, expected from the last step's: lag map, clip, running minimum."""
         if not self.learns:
             return np.minimum.accumulate(lagged_np, axis=1)
-        mapped = self._lag.apply(lagged_np, class_np).clip(0.0, 1.0)
-        return np.minimum.accumulate(mapped, axis=1)
+        mapped = self._lag.apply(lagged_np, class_np)
+        mapped.clip(0.0, 1.0, out=mapped)
+        return np.minimum.accumulate(mapped, axis=1, out=mapped)
 
     # ----------------------------------------------------------------------------------------------------- learning
 
@@ -266,34 +271,36 @@ class _LagMap:
 
     def apply(self, lagged_np: Floats, class_np: Ints) -> Floats:
         rows = _rows_of(class_np)
-        mapped: Floats = self._base_np[rows] + self._slope_np[rows] * lagged_np
+        mapped: Floats = self._slope_np[rows] * lagged_np
+        mapped += self._base_np[rows]
         return mapped
 
     def teach(self, label: int, lagged_np: Floats, fresh_np: Floats, pairs_np: Bools) -> None:
         """`pairs_np` [n, d]: where both survivals are there."""
-        # [2, d, n] and [d, n]: sums run along memory
-        xy, pairs = np.stack([lagged_np.T, fresh_np.T]), np.ascontiguousarray(pairs_np.T)
-        count: Ints = np.add.reduce(pairs, axis=1, dtype=np.int64)
-        positions: slice | Ints = slice(0, len(pairs))
-        if not count.all():
-            positions = np.flatnonzero(count)
-            if not len(positions):
-                return
-            xy, pairs, count = xy[:, positions], pairs[positions], count[positions]
+        xy = np.empty((2, *fresh_np.T.shape))  # [2, d, n]: sums run along memory
+        xy[0], xy[1] = lagged_np.T, fresh_np.T
+        if np.count_nonzero(pairs_np) == pairs_np.size:
+            mean = np.add.reduce(xy, axis=2) / len(pairs_np)
+            off = xy - mean[:, :, None]
+            self._merge(label, slice(0, xy.shape[1]), len(pairs_np), mean, np.add.reduce(off[0] * off, axis=2))
+            return
+        pairs = np.ascontiguousarray(pairs_np.T)
+        count = np.add.reduce(pairs, axis=1, dtype=np.int64)
+        positions = np.flatnonzero(count)
+        xy, pairs, count = xy[:, positions], pairs[positions], count[positions]
         mean = np.add.reduce(np.where(pairs, xy, 0.0), axis=2) / count
         off = np.where(pairs, xy - mean[:, :, None], 0.0)
-        self._merge((label, positions), count, mean, np.add.reduce(off[0] * off, axis=2))
+        self._merge(label, positions, count, mean, np.add.reduce(off[0] * off, axis=2))
 
-    def _merge(self, at: "tuple[int, slice | Ints]", count: Ints, mean: Floats, total: Floats) -> None:
+    def _merge(self, label: int, at: "slice | Ints", count: "int | Ints", mean: Floats, total: Floats) -> None:
         """Add `count` pairs with their means [2, d] and centred sums [2, d] to what was seen before, which fades."""
-        each = slice(None), *at
-        old = self._weight_np[at] * DECAY
+        old = self._weight_np[label, at] * DECAY
         new = old + count
-        off = mean - self._mean_np[each]
-        self._sum_np[each] = self._sum_np[each] * DECAY + total + (old * count / new) * off[0] * off
-        self._mean_np[each] += off * (count / new)
-        self._weight_np[at] = new
-        self._start_weight_np[at] *= DECAY
+        off = mean - self._mean_np[:, label, at]
+        self._sum_np[:, label, at] = self._sum_np[:, label, at] * DECAY + total + (old * count / new) * off[0] * off
+        self._mean_np[:, label, at] += off * (count / new)
+        self._weight_np[label, at] = new
+        self._start_weight_np[label, at] *= DECAY
         self._tabulate()
 
 

@@ -148,6 +148,61 @@ def test_profile_uses_the_table_where_a_line_does_not_fit():
     assert line.linear_error < 0.01
 
 
+def padded_to(edges, rows, ms_by_edge):
+    """Samples of steps that really ran at the next edge."""
+    return Samples.of(rows, [ms_by_edge[min(e for e in edges if e >= r)] for r in rows])
+
+
+def test_a_staircase_of_given_edges_is_priced_by_the_padded_count():
+    edges = (1, 2, 4, 8, 16, 24, 32)
+    truth = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.7, 16: 2.5, 24: 3.0, 32: 5.0}
+    # no step has 16 or 24 rows exactly, and none was padded to 4
+    samples = padded_to(edges, [1, 2, 6, 7, 8, 9, 13, 20, 21, 30], truth)
+    table = fit_table(samples, staircase=True, edges=edges)
+    assert table.staircase
+    assert table.rows == edges
+    priced = {r: table.curve(r, 1)[0] for r in range(1, 33)}
+    for rows, ms in priced.items():
+        edge = min(e for e in edges if e >= rows)
+        assert ms == pytest.approx(priced[edge])
+        if edge != 4:
+            assert ms == pytest.approx(truth[edge])
+    assert priced[3] == pytest.approx(1.1 + (1.7 - 1.1) * 2 / 6)  # between what was measured around it
+    guessed = fit_table(samples, staircase=True)  # entries where somebody happened to measure
+    assert guessed.curve(14, 1)[0] == pytest.approx(3.0)  # the fault that the edges prevent: 14 runs at 16
+
+
+def test_steps_beyond_the_last_edge_are_not_padded():
+    table = fit_table(Samples.of([8, 40, 50], [1.0, 4.0, 5.0]), staircase=True, edges=(8, 16, 32))
+    assert table.rows == (8, 16, 32, 40, 50)
+    assert table.curve(16, 1)[0] == pytest.approx(1.75)
+
+
+@pytest.mark.parametrize("edges", [(4, 4), (0, 8), (8, 4)])
+def test_edges_that_do_not_rise_are_refused(edges):
+    with pytest.raises(ConfigError, match="edges"):
+        fit_table(Samples.of([1, 2], [1.0, 2.0]), staircase=True, edges=edges)
+
+
+def test_a_profile_keeps_its_stairs_in_its_file(tmp_path):
+    edges, truth = (4, 8, 16), {4: 1.0, 8: 1.2, 16: 6.0}
+    samples = padded_to(edges, [1, 3, 5, 7, 9, 12, 15], truth)
+    made = make_profile(KEY, samples, DraftTimes.constant(0.1), staircase=True, versions={}, edges=edges)
+    assert made.use == "table"
+    loaded = CostProfile.load(made.save(tmp_path / "cost.json")).model().step
+    assert [loaded.curve(r, 1)[0] for r in (1, 4, 5, 8, 9, 16)] == pytest.approx([1.0, 1.0, 1.2, 1.2, 6.0, 6.0])
+
+
+def test_a_correction_prices_between_edges_by_the_padded_count_too():
+    model = CostModel(TableCost(rows=(8, 16, 32), ms=(2.0, 3.0, 4.0)))
+    for _ in range(model.REFRESH * 10):
+        model.observe(13, 6.0)  # ran at 16 rows
+    low, middle, high = model.step.ms
+    assert model.step.curve(9, 8).tolist() == [middle] * 8
+    assert middle / low > 1.6  # from 1.5: the stair that was too slow took most of the blame
+    assert high / low == pytest.approx(2.0)
+
+
 @pytest.mark.parametrize(
     ("rows", "ms"), [([], []), ([1], [0.0]), ([0], [1.0]), ([1, 2], [1.0, math.nan]), ([1, 2], [1.0])]
 )
