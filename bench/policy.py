@@ -3,8 +3,9 @@
     python bench/policy.py --sequences 1 32 256 --drafts 7 16 --out runs/policy.json
 
 A loop without a device hands plans, made-up confidence and outcomes to each policy in the engine's order. `path` is
-observe + draft_length + decide, which the device may wait for; `off` is learn + timed, which nobody waits for. Medians
-in microseconds; the 95th percentile of the path shows what happens now and then (refreshing the cost model).
+observe + draft_length + decide, from a confidence to its decision (adaptive decides the draft length before it waits);
+`off` is learn + timed, which no decision waits for. Medians in microseconds, beside the time of one small numpy call,
+of which steps of few sequences mostly consist.
 """
 
 import argparse
@@ -142,7 +143,7 @@ class Clock:
         self.step = {}
 
 
-def serve(policy: Policy, script: Script, cost: CostModel, steps: int) -> dict[str, list[int]]:
+def serve(policy: Policy, script: Script, steps: int) -> dict[str, list[int]]:
     """`steps` steps of the overlapped loop; ns per stage and step. The first tenth is left out."""
     clock, rng = Clock(), np.random.default_rng(1)
     previous: tuple[StepPlan, DraftReport, Decision, StepResult] | None = None
@@ -178,7 +179,7 @@ def measure(case: Case, num_sequences: int, num_drafts: int, steps: int, mixed: 
     config = SpeculativeConfig.for_mode(case.mode, draft_model="scripted", acceptance=case.acceptance)
     cost = CostModel(case.cost, DraftTimes((1, num_drafts), (1, 256), ((0.05, 0.1), (0.1, 0.3))))
     policy, _ = make_policy(config, num_drafts=num_drafts, cost=cost)
-    spent = serve(policy, Script(num_sequences, num_drafts, mixed), cost, steps)
+    spent = serve(policy, Script(num_sequences, num_drafts, mixed), steps)
     us = {stage: np.asarray(values) / 1e3 for stage, values in spent.items()}
     path, off = (np.sum([us[stage] for stage in stages], axis=0) for stages in (PATH, OFF))
     return {
@@ -191,6 +192,15 @@ def measure(case: Case, num_sequences: int, num_drafts: int, steps: int, mixed: 
         "path_p95_us": float(np.percentile(path, 95)),
         **{f"{stage}_us": float(np.median(values)) for stage, values in us.items()},
     }
+
+
+def small_call_us() -> float:
+    """Median time of adding seven numbers to seven numbers."""
+    values, clock = np.ones(7), Clock()
+    for _ in range(2000):
+        clock.run("decide", np.add, values, values)
+        clock.close_step()
+    return float(np.median(clock.spent["decide"])) / 1e3
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -212,11 +222,14 @@ def main() -> None:
         for drafts in options.drafts
         for case in cases
     ]
+    unit = small_call_us()
     print(table(rows))
+    print(f"a small numpy call: {unit:.2f} us")
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        about = {"machine": platform.processor() or platform.machine(), "numpy": np.__version__, "mixed": options.mixed}
-        options.out.write_text(json.dumps({**about, "steps": options.steps, "rows": rows}, indent=1) + "\n")
+        about = {"python": platform.python_version(), "numpy": np.__version__, "small_call_us": unit}
+        conditions = {"steps": options.steps, "mixed": options.mixed}
+        options.out.write_text(json.dumps({**about, **conditions, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -196,9 +196,9 @@ def test_a_replay_foretells_what_the_engine_foretold():
     foretold, decide = {}, policy.decide
 
     def deciding(plan):
-        survival, is_known = policy._lagged_survival(plan)
+        expected = policy._expect(plan)
         for row, uid in enumerate(plan.uids_np[: plan.num_decode].tolist()):
-            foretold[plan.step, uid - 1] = survival[row], is_known[row]
+            foretold[plan.step, uid - 1] = expected.survival_np[row], not expected.unknown_np[row]
         return decide(plan)
 
     policy.decide = deciding
