@@ -85,16 +85,17 @@ class FusedBlockDraft(BlockDraft):
         state, buffers = self._state, self._buffers
         drafts, previous = buffers.drafts[:count, :num_drafts], buffers.previous[:count, :num_drafts]
         probability = buffers.signal_of(count, num_drafts)
+        w1, w2 = self._markov
         draft_chain(
-            logits, *self._markov, anchors=anchors, token_ids=self._token_ids, num_columns=self._num_columns,
+            logits, w1, w2, anchors=anchors, token_ids=self._token_ids, num_columns=self._num_columns,
             slots=slots, context=state.context, temperature=state.temperature, seed=state.seed,
             sample=sampler.sample_drafts, signal=signal, drafts=drafts, prob=probability, previous=previous, workspace=self._draws,
         )  # fmt: skip
         if signal == "head":
             head = self.network.confidence_head
             assert head is not None
-            w1 = self._markov[0] if self.network.spec.confidence_with_markov else None
-            confidence(draft_rows, previous, w1, head.proj.weight, head.proj.bias, probability)
+            table = w1 if self.network.spec.confidence_with_markov else None
+            confidence(draft_rows, previous, table, head.proj.weight, head.proj.bias, probability)
         return Draft(drafts, probability, None)
 
     @property
