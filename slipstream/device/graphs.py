@@ -27,7 +27,7 @@ class Captured:
 class Graphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[Hashable, Captured] = {}
 
     def __len__(self) -> int:

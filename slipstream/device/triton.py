@@ -67,6 +67,7 @@ class TritonBackend:
         self.buffers = StepBuffers.make(num_slots, num_drafts, device)
         self.graphs = graphs
         self.captures = graphs is not None
+        self.row_buckets = buckets.rows
         self._page_size = page_size
         self._num_kv_heads = num_kv_heads
         self._num_drafts = num_drafts

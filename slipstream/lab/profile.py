@@ -90,8 +90,12 @@ def stored_profile(key: ProfileKey, engine: Engine) -> CostProfile | None:
     if not key.path().is_file():
         return None
     profile = CostProfile.load(key.path())
-    limits = engine.scheduler.limits
-    most = min(limits.max_num_seqs * (limits.max_drafts + 1), NEEDED_ROWS)
+    limits, padded = engine.scheduler.limits, bool(engine.backend.row_buckets)
+    most = limits.max_num_seqs * (limits.max_drafts + 1)
+    if not padded:
+        most = min(most, NEEDED_ROWS)  # beyond it steps grow evenly
+    elif not profile.table.staircase:
+        return None
     covers = profile.table.rows[-1] >= most and profile.draft.lengths[-1] >= limits.max_drafts
     return profile if covers else None
 
@@ -110,7 +114,10 @@ def survey(engine: Engine, key: ProfileKey, budget_s: float) -> Survey:
     timed = _time(engine, points(engine), clock, until=0.85)
     if not timed:
         raise CapacityError("not a single step fits in the KV memory; raise kv_memory or lower max_num_seqs")
-    profile = make_profile(key, samples(timed), draft_times(timed), staircase=False, versions=versions())
+    edges = engine.backend.row_buckets
+    profile = make_profile(
+        key, samples(timed), draft_times(timed), staircase=bool(edges), versions=versions(), edges=edges
+    )
     held_out = tuple(_time(engine, held_out_points(engine, timed), clock, until=1.0))
     return Survey(profile=profile, timed=tuple(timed), held_out=held_out)
 
@@ -120,6 +127,8 @@ def points(engine: Engine) -> list[Point]:
     limits = engine.scheduler.limits
     lengths = [limits.max_drafts, *(n for n in LENGTHS if n < limits.max_drafts)]
     counts = [n for n in SEQUENCES if n <= limits.max_num_seqs]
+    if engine.backend.row_buckets:  # the largest step bounds what a staircase knows, and on a GPU it costs nothing
+        counts = list(dict.fromkeys([counts[0], limits.max_num_seqs, *counts]))
     contexts = [c for c in LONG_CONTEXTS if c + limits.max_drafts < limits.max_model_len]
     base = min(BASE_CONTEXT, max(1, limits.max_model_len - limits.max_drafts - 1))
     first, rest = counts[:2], counts[2:]

@@ -15,9 +15,11 @@ from slipstream.rehearse import StepTime
 KEY = ProfileKey(device="cpu: test x2", target="t", drafter="d", dtype="float32")
 
 
-def engine(max_num_seqs: int = 16, max_drafts: int = 7, max_model_len: int = 2048) -> Any:
+def engine(
+    max_num_seqs: int = 16, max_drafts: int = 7, max_model_len: int = 2048, row_buckets: tuple[int, ...] = ()
+) -> Any:
     limits = SimpleNamespace(max_num_seqs=max_num_seqs, max_drafts=max_drafts, max_model_len=max_model_len)
-    return SimpleNamespace(scheduler=SimpleNamespace(limits=limits))
+    return SimpleNamespace(scheduler=SimpleNamespace(limits=limits), backend=SimpleNamespace(row_buckets=row_buckets))
 
 
 @pytest.fixture
@@ -61,6 +63,19 @@ def test_shapes_stay_within_the_engine(machine: list[tuple[int, int, int]], size
     assert points(small)
     measure(small, KEY, budget_s=60)
     assert max(n for n, _, _ in machine) <= sizes[0]
+
+
+def test_padded_steps_are_a_staircase_up_to_the_largest(machine: list[tuple[int, int, int]]) -> None:
+    edges = (1, 8, 16, 24, 64, 128)
+    padded = engine(max_num_seqs=16, row_buckets=edges)
+    found = survey(padded, KEY, budget_s=60).profile
+    assert found.table.staircase
+    assert set(found.table.rows) <= set(edges)
+    assert found.table.rows[-1] == 128
+    assert found.table.rows[0] == 1
+    found.save()
+    assert stored_profile(KEY, padded) is not None
+    assert stored_profile(KEY, engine(max_num_seqs=32, row_buckets=edges)) is None
 
 
 def test_a_stored_profile_is_found_unless_it_is_too_small(machine: list[tuple[int, int, int]]) -> None:
