@@ -259,9 +259,9 @@ def sweep(case: Case) -> dict[str, Any]:
         for num_splits in others:
             if num_splits <= max(1, (case.context + case.rows) // 64) and case.rows <= 32:
                 measure(launch, num_splits)
-                short = dataclasses.replace(launch, min_split_tokens=64)
-                if num_splits > 1 and case.context < 4 * kernels.MIN_SPLIT_TOKENS:
-                    measure(short, num_splits)
+                for shortest in (64, 256):
+                    if num_splits > 1 and shortest <= case.context < 16 * shortest:
+                        measure(dataclasses.replace(launch, min_split_tokens=shortest), num_splits)
     assert not bool(bench.workspace.arrivals.any()), "counters are left behind"
     return {"case": dataclasses.asdict(case), "kv_bytes": case.kv_bytes, "error": error, "rows": rows}
 
@@ -295,23 +295,32 @@ def time_rope(rows: int, num_heads: int, num_kv_heads: int, head_dim: int) -> st
     qkv = torch.randn(rows, total * head_dim, dtype=DTYPE, device=DEVICE)
     pages = torch.zeros(2, rows // 16 + 3, 16, num_kv_heads, head_dim, dtype=DTYPE, device=DEVICE)
     cos_sin, at = torch.randn(4096, head_dim, device=DEVICE), torch.arange(rows, device=DEVICE)
-    usual, times = rope._HEADS_PER_PROGRAM, {}
+    usual, times = (rope._HEADS_OF_FEW, rope._HEADS_OF_MANY), {}
     for heads in (2, 4, 8, 16):
-        rope._HEADS_PER_PROGRAM = heads
+        rope._HEADS_OF_FEW = rope._HEADS_OF_MANY = heads
         times[heads] = time_graph(
             lambda _: rope.rope_and_store(qkv, at, cos_sin, *norms, 1e-6, *pages, at + 32, num_heads), 100
         )
-    rope._HEADS_PER_PROGRAM = usual
+    rope._HEADS_OF_FEW, rope._HEADS_OF_MANY = usual
     return f"rope {num_heads} heads of {head_dim}, {rows:5} rows: " + "  ".join(
         f"{us:.2f} us by {heads}" for heads, us in times.items()
     )
 
 
-def copy_bandwidth() -> float:
-    """GB/s, read and written bytes counted."""
-    source = torch.randn(2**29 if HAS_CUDA else 2**16, device=DEVICE)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / time_graph(lambda _: target.copy_(source), 5) / 1e3
+def copy_bandwidth(repeats: int = 10) -> float:
+    """GB/s, read and written bytes counted, of copies that are queued behind one another (a graph's are slower)."""
+    source = torch.zeros(2**32 if HAS_CUDA else 2**18, dtype=torch.uint8, device=DEVICE)
+    if not HAS_CUDA:
+        return 2 * source.nbytes / time_graph(lambda _: source.clone(), 1) / 1e3
+    for _ in range(3):
+        source.clone()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        source.clone()
+    end.record()
+    end.synchronize()
+    return 2 * source.nbytes * repeats / start.elapsed_time(end) / 1e6
 
 
 def goals(best: dict[str, float], copy_gb_per_s: float, results: dict[str, Any]) -> list[str]:

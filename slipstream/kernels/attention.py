@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A split shorter than this costs more in the reduction than it saves.
-MIN_SPLIT_TOKENS = 256
 MAX_SPLITS = 32
-# Programs that splitting aims at: eight for each of an H200's 132 multiprocessors.
-MAX_SPLIT_PROGRAMS = 1056
+# Programs that splitting aims at, three for each of an H200's 132 multiprocessors. 32 x 4096 of Qwen3-8B, 8 rows each,
+# 256 programs unsplit: 133.6 us; 512: 143, 1024: 156.
+MAX_SPLIT_PROGRAMS = 384
+# A GPU that is nearly empty gains by splits that would otherwise cost more in the reduction than they save.
+FEW_PAIRS = 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +51,7 @@ class Launch:
     block_n: int  # keys that a program handles at a time
     num_warps: int
     num_stages: int  # of the software pipeline: blocks of KV in flight, about
-    min_split_tokens: int = MIN_SPLIT_TOKENS  # no split is shorter, but for the last
+    min_split_tokens: int = 256  # no split is shorter; a power of two
 
 
 def attention_workspace(
@@ -71,9 +72,17 @@ def choose_splits(num_tiles: int, num_kv_heads: int, max_context_hint: int) -> i
 
     A generous hint is harmless: a shorter context uses fewer splits, and the programs of the others leave at once.
     """
-    by_load = MAX_SPLIT_PROGRAMS // max(1, num_tiles * num_kv_heads)
-    by_length = max_context_hint // MIN_SPLIT_TOKENS
+    pairs = max(1, num_tiles * num_kv_heads)
+    by_load, by_length = MAX_SPLIT_PROGRAMS // pairs, max_context_hint // min_split_tokens(pairs)
     return max(1, min(by_load, by_length, MAX_SPLITS))
+
+
+def min_split_tokens(pairs: int) -> int:
+    """Of a launch with so many pairs of a tile and a KV head.
+
+    H200, 1 x 300: Qwen3-8B 7.5 us by 64, 9.3 by 256; SmolLM2 6.1, 6.7. 32 x 300 of SmolLM2 (96 pairs): 8.9, 8.0.
+    """
+    return 64 if pairs <= FEW_PAIRS else 256
 
 
 def paged_attention(
@@ -141,7 +150,7 @@ def _run(
     assert rows.num_splits == 1 or _fits(workspace, pairs, rows.num_splits, packed_rows, padded_dim), (
         f"the workspace is too small for {pairs} x {rows.num_splits} programs of {packed_rows} rows"
     )
-    launch = launch or choose_launch(packed_rows, head_dim, rows.q.dtype)
+    launch = launch or choose_launch(packed_rows, head_dim, rows.q.dtype, pairs)
     own_keys, own_values = own or (rows.q, rows.q)
     _attention_kernel[(num_kv_heads, rows.num_splits, rows.num_tiles)](
         rows.out, rows.q, key_pages, value_pages, own_keys, own_values,
@@ -158,13 +167,28 @@ def _run(
     )  # fmt: skip
 
 
-def choose_launch(packed_rows: int, head_dim: int, dtype: torch.dtype) -> Launch:
-    """Not yet tuned: see bench/attention.py."""
+def choose_launch(packed_rows: int, head_dim: int, dtype: torch.dtype, pairs: int) -> Launch:
+    """For `pairs` of a tile and a KV head, each with packed_rows (query heads x rows) queries.
+
+    Measured on an H200 (bench/attention.py), us by [block_n, warps, stages] and splits.
+    """
+    shortest, wide = min_split_tokens(pairs), _padded(head_dim) > 64
     if dtype == torch.float32:  # no tensor cores, twice the bytes: for parity, not for speed
-        return Launch(block_n=16 if packed_rows > 64 else 32, num_warps=4, num_stages=2)
-    if packed_rows <= 32:
-        return Launch(block_n=64, num_warps=2, num_stages=3)
-    return Launch(block_n=64, num_warps=4, num_stages=3)
+        return Launch(16 if packed_rows > 64 else 32, 4, 2, shortest)
+    if wide and packed_rows > 64:
+        # Qwen3-8B, 17 rows each, 32 x 4096: 227; [64,4,3] 523, where sums of 128 x 128 do not fit into registers.
+        return Launch(64, 8, 3, shortest)
+    if wide or packed_rows > 32:
+        # Qwen3-8B, 32 x 4096: 127.7, [64,2,3] 142; with 8 rows each 133.6, [64,2,3] 200. 32 x 256: 13.0, [64,2,3] 14.5,
+        # [128,4,2] 14.1. 1 x 300: 7.6, [128,4,3] 7.5. 256 x 256: 74.4, [128,4,2] 73.7. Prefill 4 x 2048, tiles of 16
+        # rows: 453; tiles of 32: [32,4,3] 460. 1 x 4096 by 16 splits: 17.8; 1 x 32768 by 32: 44.4.
+        return Launch(64, 4, 3, shortest)
+    if pairs > MAX_SPLIT_PROGRAMS:
+        # SmolLM2, 256 x 300: 20.7, [64,2,3] 20.1; with 8 rows each 23.8, [64,4,3] 28.8; its drafter 25.0.
+        return Launch(32, 2, 4, shortest)
+    # SmolLM2, 32 x 300: 8.0, [64,4,3] 8.7; with 8 rows each 9.0; its drafter 9.5. 1 x 300 by 4 splits: 6.1, [64,4,3]
+    # 6.5; with 8 rows 6.9; its drafter 7.5, [64,4,4] 7.2. 32 x 2048, 8 rows: [128,4,2] by 4 splits 23.8, [32,2,4] 25.3.
+    return Launch(128, 4, 3, shortest)
 
 
 def _flat(rows: Tensor) -> Tensor:

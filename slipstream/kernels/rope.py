@@ -13,7 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_HEADS_PER_PROGRAM = 4  # a program of one warp; more per program leaves a single row's work on too few processors
+# Heads that a program (of one warp) turns, by the rows of the launch: a single row's work needs many processors, with
+# many rows the processors are full anyway. H200: 1 row of 32 heads of 128 2.54 us by 2, 2.70 by 4; 256 rows 4.25 by 8,
+# 4.87 by 4; 256 rows of 9 heads of 64 2.99 by 8, 3.15 by 4.
+_FEW_ROWS, _HEADS_OF_FEW, _HEADS_OF_MANY = 16, 2, 8
 
 
 def rope_and_store(
@@ -71,12 +74,13 @@ def _run(
     key_pages, value_pages, kv_slots = pages or (qkv, qkv, positions)
     heads = num_heads + (num_kv_heads if pages is None else 2 * num_kv_heads)
     if num_rows:
-        _rope_kernel[(num_rows, triton.cdiv(heads, _HEADS_PER_PROGRAM))](
+        heads_per_program = _HEADS_OF_FEW if num_rows <= _FEW_ROWS else _HEADS_OF_MANY
+        _rope_kernel[(num_rows, triton.cdiv(heads, heads_per_program))](
             qkv, positions, cos_sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
             key_pages, value_pages, kv_slots, qkv.stride(0), cos_sin.shape[0], eps,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
             NORMS=q_norm is not None, STORES=pages is not None,
-            HEADS=_HEADS_PER_PROGRAM, HALF=triton.next_power_of_2(head_dim // 2), num_warps=1,
+            HEADS=heads_per_program, HALF=triton.next_power_of_2(head_dim // 2), num_warps=1,
         )  # fmt: skip
 
 

@@ -14,6 +14,8 @@ from slipstream.kernels.attention import (
     Launch,
     Tiles,
     Workspace,
+    _fits,
+    _packed_rows,
     attention_workspace,
     block_attention,
     choose_launch,
@@ -173,7 +175,7 @@ def test_mixed_rows(dtype: torch.dtype, device: str, block_q: int, num_splits: i
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_sizes(dtype: torch.dtype, device: str, shape: Shape, num_splits: int) -> None:
     step, space = Step(shape, [70, 130, 0], [3, 1, 5], dtype, device), workspace(shape, 4, device)
-    launch = dataclasses.replace(choose_launch(16, shape.head_dim, dtype), min_split_tokens=32)
+    launch = dataclasses.replace(choose_launch(16, shape.head_dim, dtype, 16), min_split_tokens=32)
     window = None if num_splits == 1 else 100
     assert_close(run_paged(step, step.tiles(4, num_splits), window, space, launch), step.expected(window))
 
@@ -223,12 +225,33 @@ def test_blocks(dtype: torch.dtype, device: str, window: int | None, n: int, num
 
 
 def test_splits_follow_load_and_length() -> None:
-    assert choose_splits(num_tiles=1, num_kv_heads=3, max_context_hint=200) == 1  # too short
-    assert choose_splits(num_tiles=1, num_kv_heads=8, max_context_hint=4096) == 16
+    assert choose_splits(num_tiles=1, num_kv_heads=3, max_context_hint=60) == 1  # too short
+    assert choose_splits(num_tiles=1, num_kv_heads=3, max_context_hint=300) == 4
+    assert choose_splits(num_tiles=32, num_kv_heads=3, max_context_hint=300) == 1  # splits may be short on an idle GPU
+    assert choose_splits(num_tiles=32, num_kv_heads=3, max_context_hint=2048) == 4
+    assert choose_splits(num_tiles=1, num_kv_heads=8, max_context_hint=32768) == 32
     assert choose_splits(num_tiles=512, num_kv_heads=8, max_context_hint=10**5) == 1  # the GPU is full
     for tiles, heads, hint in itertools.product((1, 3, 32, 256), (1, 3, 8), (1, 4096, 10**6)):
         splits = choose_splits(tiles, heads, hint)
         assert splits == 1 or splits * tiles * heads <= MAX_SPLIT_PROGRAMS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_launches_suit_the_kernel(dtype: torch.dtype) -> None:
+    """The shortest split is a whole number of blocks, or the reverse; everything staged fits a multiprocessor."""
+    for packed, head_dim, pairs in itertools.product((16, 32, 64, 128), (16, 64, 80, 128), (1, 24, 96, 384, 4096)):
+        launch = choose_launch(packed, head_dim, dtype, pairs)
+        assert launch.min_split_tokens.bit_count() == launch.block_n.bit_count() == 1
+        padded = 1 << (head_dim - 1).bit_length()
+        assert 2 * launch.num_stages * launch.block_n * padded * dtype.itemsize <= 200 * 1024
+
+
+def test_every_launch_fits_the_usual_workspace() -> None:
+    shape, most_rows = Shape(num_kv_heads=8, group=4, head_dim=16), 17
+    space = attention_workspace(shape.num_heads, shape.num_kv_heads, shape.head_dim, most_rows, "cpu")
+    for tiles in range(1, 100):
+        splits = choose_splits(tiles, shape.num_kv_heads, 10**6)
+        assert splits == 1 or _fits(space, tiles * shape.num_kv_heads, splits, _packed_rows(most_rows, 4), 16)
 
 
 def test_a_workspace_that_is_too_small_is_refused(device: str) -> None:
