@@ -22,9 +22,9 @@ from slipstream.commit import Delta, Gains, commit
 from slipstream.decide.policy import Policy
 from slipstream.device.backend import Backend
 from slipstream.device.batch import Batch
-from slipstream.device.events import Kind, Mark, NullRecorder, Recorder, Stopwatch
+from slipstream.device.events import EventPool, Kind, Mark, NullRecorder, Recorder, Stopwatch
 from slipstream.device.shapes import DraftShape, VerifyShape
-from slipstream.device.staging import Export, Exporter
+from slipstream.device.staging import Export, Exporter, compute_stream
 from slipstream.device.state import PlanOnDevice, SlotState
 from slipstream.draft.base import Draft, Drafter, DraftView
 from slipstream.errors import EngineError
@@ -91,7 +91,7 @@ class Engine:
         self.rule = rule
         self.vocab_size = vocab_size
         self._exporter = Exporter(device)
-        self._stopwatch = Stopwatch(device.type == "cuda")
+        self._stopwatch = Stopwatch(device.type == "cuda", EventPool(stream=compute_stream(device)))
         self._previous: Flight | None = None  # overlapped: in flight; plain: kept for its confidence
 
     # ------------------------------------------------------------------ the two loops

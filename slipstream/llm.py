@@ -7,6 +7,7 @@
 LLMs may share the loaded weights (`Models`); each has its own engine.
 """
 
+import gc
 import logging
 import os
 import random
@@ -20,6 +21,7 @@ from slipstream.commit import Delta
 from slipstream.config import EngineConfig, SamplingParams, SpeculativeConfig, from_mapping
 from slipstream.decide.policy import Policy
 from slipstream.device.events import EventPool, Recorder
+from slipstream.device.staging import compute_stream
 from slipstream.draft.base import Drafter
 from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.load import Models, Note, load_models
@@ -81,7 +83,7 @@ class LLM:
         self.engine = build_engine(model, self.speculative, self.config, self.notes, drafter, policy)
         self.engine.totals.mode = self.speculative.mode
         self._seeds = random.Random(self.config.seed)
-        self._events = EventPool() if model.device.type == "cuda" else None
+        self._events = EventPool(stream=compute_stream(model.device)) if model.device.type == "cuda" else None
         self._next_uid = 0
         for field, value, reason in self.notes:
             log.info("%s = %s (%s)", field, value, reason)
@@ -145,6 +147,9 @@ class LLM:
             self.engine.drain()
 
     def _run(self, requests: list[Request]) -> None:
+        # A full collection walks over everything that was ever imported, for longer than a hundred steps take. What is
+        # there already is left out until the answers are.
+        gc.freeze()
         try:
             for request in requests:
                 self.engine.add(request)
@@ -154,6 +159,7 @@ class LLM:
             for request in requests:
                 self.engine.abort(request.uid)  # only what an interruption left behind
             self.engine.drain()
+            gc.unfreeze()
 
     def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
         return self.tokenizer.encode(self.tokenizer.chat(messages))

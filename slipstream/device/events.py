@@ -26,7 +26,7 @@ STOPWATCH_EVENTS = 64  # of 16 steps; at most three are on their way
 class TimingEvent(Protocol):
     """The part of `torch.cuda.Event` that is used here."""
 
-    def record(self) -> None: ...
+    def record(self, stream: "torch.cuda.Stream | None" = None) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -55,14 +55,16 @@ def cuda_event() -> TimingEvent:
 class EventPool:
     """Timing events to be used again: making one takes longer than recording it. `make` is replaced in tests."""
 
-    def __init__(self, make: Callable[[], TimingEvent] = cuda_event) -> None:
+    def __init__(self, make: Callable[[], TimingEvent] = cuda_event, stream: "torch.cuda.Stream | None" = None) -> None:
+        """stream: where events are recorded; None: on the current one, which takes longer to find than to use."""
         self._make = make
+        self._stream = stream
         self._free: list[TimingEvent] = []
 
     def record(self) -> TimingEvent:
-        """An event at this place of the current stream."""
+        """An event at this place of the stream."""
         event = self._free.pop() if self._free else self._make()
-        event.record()
+        event.record(self._stream)
         return event
 
     def give(self, events: Sequence[TimingEvent]) -> None:

@@ -21,7 +21,7 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def _compute_stream(device: torch.device) -> "torch.cuda.Stream | None":
+def compute_stream(device: torch.device) -> "torch.cuda.Stream | None":
     """The stream that steps are launched on: asking for it each time would cost microseconds."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
@@ -34,6 +34,7 @@ class Uploader:
         self._buffers: list[tuple[Tensor, NDArray[np.uint8]]] = [self._buffer(1 << 12) for _ in range(num_buffers)]
         self._read: list[torch.cuda.Event | None] = [None] * num_buffers
         self._turn = 0
+        self._stream = compute_stream(device)
 
     def upload(self, arrays: dict[str, NDArray[Any]]) -> dict[str, Tensor]:
         """The arrays (int32, int64, float32 or bool) as device tensors; views of one fresh device buffer."""
@@ -62,8 +63,8 @@ class Uploader:
 
     def _copy(self, staged: Tensor) -> Tensor:
         moved = staged.to(self._device, non_blocking=True)
-        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
+        event = self._read[self._turn] or torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
         self._read[self._turn] = event
         return moved
 
@@ -95,7 +96,7 @@ class Mailbox:
         self._staged = [(tensor, {n: v.numpy() for n, v in self._views(tensor).items()}) for tensor in staged]
         self._read: list[torch.cuda.Event | None] = [None] * num_buffers
         self._turn = 0
-        self._stream = _compute_stream(device)
+        self._stream = compute_stream(device)
 
     def _views(self, whole: Tensor) -> dict[str, Tensor]:
         found = {}
@@ -146,7 +147,7 @@ class Exporter:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._compute = _compute_stream(device)
+        self._compute = compute_stream(device)
         self._num_buffers = num_buffers
         self._rings: dict[str, _Ring] = {}
 

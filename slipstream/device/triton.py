@@ -30,7 +30,6 @@ PREFILL_BLOCK_Q = 16  # query rows of an attention tile where somebody prefills
 class TiledBatch(Batch):
     slots: Tensor  # [B]
     emits: Tensor  # [B] bool
-    cu_rows: Tensor  # [B + 1]
     draft_index: Tensor  # [R] where each draft row finds its token, -1 for all others
     tiles: Tiles
 
@@ -181,22 +180,19 @@ class TritonBackend:
         tiles = self._tiles(shape)
         rows, whole = {}, self._rows
         for name, size in (
-            ("cu_rows", count + 1), ("cu_outputs", count + 1), ("positions", shape.num_rows),
-            ("kv_slots", shape.num_rows), ("token_ids", shape.num_rows), ("draft_index", shape.num_rows),
-            ("output_rows", shape.num_outputs), ("output_sequence", shape.num_outputs),
-            ("output_offset", shape.num_outputs), ("tile_sequence", len(tiles.sequence)),
-            ("tile_first_row", len(tiles.sequence)),
+            ("cu_outputs", count + 1), ("positions", shape.num_rows), ("kv_slots", shape.num_rows),
+            ("token_ids", shape.num_rows), ("draft_index", shape.num_rows), ("output_rows", shape.num_outputs),
+            ("output_sequence", shape.num_outputs), ("output_offset", shape.num_outputs),
         ):  # fmt: skip
             rows[name] = getattr(whole, name)[:size]
         slots, num_given, emits = (x[:count] for x in (loaded.slots, loaded.num_given, loaded.emits))
         batch.layout(
             slots, num_given, emits, widths[:count], context=self.state.context, page_table=self.state.page_table,
             token_ids=self.state.token_ids, page_size=self._page_size, block_q=tiles.block_q,
-            draft_stride=self.buffers.drafts.shape[1], out=batch.Rows(**rows),
+            draft_stride=self.buffers.drafts.shape[1], out=batch.Rows(**rows, tiles=tiles.records),
         )  # fmt: skip
-        kept = {name: rows[name] for name in rows if not name.startswith("tile")}
         return TiledBatch(
-            widths=widths[:count], num_given=num_given, slots=slots, emits=emits, tiles=tiles, **kept
+            widths=widths[:count], num_given=num_given, slots=slots, emits=emits, tiles=tiles, **rows
         )  # fmt: skip
 
     def _tiles(self, shape: VerifyShape) -> Tiles:
@@ -207,7 +203,7 @@ class TritonBackend:
             block_q = PREFILL_BLOCK_Q
             count = batch.max_tiles(shape.num_sequences, shape.num_rows, block_q)
         splits = choose_splits(count, self._num_kv_heads, self.state.max_len)
-        return Tiles(self._rows.tile_sequence[:count], self._rows.tile_first_row[:count], block_q, splits)
+        return Tiles(self._rows.tiles[:count], block_q, splits)
 
     def fill(self, batch_: Batch, drafts: Tensor | None) -> Tensor:
         """Drafts are where `hold` left them: a captured stage has no argument."""

@@ -11,7 +11,7 @@ from slipstream.device.state import SlotState
 from slipstream.device.triton import StepBuffers
 from slipstream.draft.base import Draft, DraftView, Sampler
 from slipstream.draft.block import BlockDraft
-from slipstream.kernels.attention import Workspace, block_attention, choose_splits
+from slipstream.kernels.attention import Tiles, Workspace, block_attention, choose_splits
 from slipstream.kernels.batch import draft_inputs
 from slipstream.kernels.draft import confidence, draft_chain, draft_workspace
 from slipstream.kernels.linear import fused_linear
@@ -38,11 +38,11 @@ class FusedBlockDraft(BlockDraft):
 
     def propose(self, view: DraftView, num_drafts: int, sampler: Sampler, signal: str) -> Draft:
         count, num_rows = len(view.slots), self.network.spec.rows(num_drafts)
-        input_ids, positions, anchors = draft_inputs(
+        input_ids, positions, anchors, blocks = draft_inputs(
             view.slots, self._state.context, self._state.token_ids, self.network.spec.mask_token_id, num_rows,
             self.max_position,
         )  # fmt: skip
-        flat = self._hidden(view.slots, input_ids, positions)
+        flat = self._hidden(blocks, input_ids, positions)
         hidden = flat.view(count, num_rows, -1)
         draft_rows = hidden[:, num_rows - num_drafts :]  # fill-in: row 0 predicts nothing
         logits = self._forward.base_logits(draft_rows.reshape(count * num_drafts, -1)).view(count, num_drafts, -1)
@@ -59,10 +59,10 @@ class FusedBlockDraft(BlockDraft):
             self.pool.values, kv_slots,
         )  # fmt: skip
 
-    def _hidden(self, slots: Tensor, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """input_ids, positions [D, n] -> [D * n, H]."""
+    def _hidden(self, blocks: Tensor, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """blocks [D, 4], input_ids, positions [D, n], all as `draft_inputs` makes them -> [D * n, H]."""
         spec, (count, num_rows) = self.network.spec, input_ids.shape
-        splits = choose_splits(count, spec.num_kv_heads, self._state.max_len)
+        tiles = Tiles(blocks, num_rows, choose_splits(count, spec.num_kv_heads, self._state.max_len))
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             rope_in_place(
@@ -72,8 +72,8 @@ class FusedBlockDraft(BlockDraft):
             heads = qkv.view(count, num_rows, -1, spec.head_dim)
             q, k, v = heads.split_with_sizes((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), 2)
             return block_attention(
-                q, k, v, *self.pool.by_page[layer], slots, self._state.context, self._state.page_table, self._scale,
-                spec.window(layer), self._workspace, splits,
+                q, k, v, *self.pool.by_page[layer], tiles, self._state.page_table, self._scale, spec.window(layer),
+                self._workspace,
             ).flatten(0, 1)  # fmt: skip
 
         return self._forward.hidden(input_ids.flatten(), attend)

@@ -21,17 +21,23 @@ MAX_SPLITS = 32
 # Programs that splitting aims at, three for each of an H200's 132 multiprocessors. 32 x 4096 of Qwen3-8B, 8 rows each,
 # 256 programs unsplit: 133.6 us; 512: 143, 1024: 156.
 MAX_SPLIT_PROGRAMS = 384
+# Merging one split more costs the program that does it as much as reading this many keys: 1 x 4096 is best in 16
+# splits, 1 x 300 in 4.
+MERGE_TOKENS = 16
+_MERGE_TOKENS = tl.constexpr(MERGE_TOKENS)
 # A GPU that is nearly empty gains by splits that would otherwise cost more in the reduction than they save.
 FEW_PAIRS = 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tiles:
-    """Which rows each tile owns: rows first_row .. first_row + block_q - 1 of its sequence, where there are so many."""
+    """Which rows each tile owns, and all else that its programs want to know before they look at page tables.
 
-    sequence: Tensor  # [T] int32, -1 = unused
-    first_row: Tensor  # [T] int32, counted within the sequence's rows
-    block_q: int  # rows of a tile
+    One record, so that no load of it waits for another: a step with a short context is a chain of waits for memory.
+    """
+
+    records: Tensor  # [T, 4] int32: first row in q, number of rows (0 = unused), slot, position of the first row
+    block_q: int  # rows of a tile at most
     num_splits: int  # programs that share a tile's keys
 
 
@@ -73,8 +79,8 @@ def choose_splits(num_tiles: int, num_kv_heads: int, max_context_hint: int) -> i
     A generous hint is harmless: a shorter context uses fewer splits, and the programs of the others leave at once.
     """
     pairs = max(1, num_tiles * num_kv_heads)
-    by_load, by_length = MAX_SPLIT_PROGRAMS // pairs, max_context_hint // min_split_tokens(pairs)
-    return max(1, min(by_load, by_length, MAX_SPLITS))
+    by_length = min(max_context_hint // min_split_tokens(pairs), math.isqrt(max_context_hint // MERGE_TOKENS))
+    return max(1, min(MAX_SPLIT_PROGRAMS // pairs, by_length, MAX_SPLITS))
 
 
 def min_split_tokens(pairs: int) -> int:
@@ -86,83 +92,63 @@ def min_split_tokens(pairs: int) -> int:
 
 
 def paged_attention(
-    q: Tensor, key_pages: Tensor, value_pages: Tensor, tiles: Tiles, cu_rows: Tensor, slots: Tensor, context: Tensor,
-    page_table: Tensor, scale: float, window: int | None, workspace: Workspace, *, out: Tensor | None = None,
-    launch: Launch | None = None,
+    q: Tensor, key_pages: Tensor, value_pages: Tensor, tiles: Tiles, page_table: Tensor, scale: float,
+    window: int | None, workspace: Workspace, *, out: Tensor | None = None, launch: Launch | None = None,
 ) -> Tensor:  # fmt: skip
     """q [R, nh, hd] (its heads side by side, any row stride), pages [pages, page_size, nkv, hd] -> [R, nh * hd].
 
-    cu_rows [B + 1], slots [B], context [N + 1], page_table [N + 1, P], all int64. Row i of sequence b stands at position
-    context[slots[b]] + i and sees positions up to its own, of the last `window` only where one is given (the row itself
-    counts). KV of the rows is stored already. Rows that belong to no tile are not written.
+    page_table [N + 1, P] int64. A row sees the positions of its slot up to its own, of the last `window` only where one
+    is given (the row itself counts). KV of the rows is stored already. Rows that belong to no tile are not written.
     """
     out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2]) if out is None else out
-    rows = _Rows(q, out, tiles.sequence, tiles.first_row, cu_rows, len(tiles.sequence), tiles.block_q, tiles.num_splits)
-    _run(rows, None, key_pages, value_pages, slots, context, page_table, scale, window, workspace, launch)
+    _run(q, out, tiles, None, key_pages, value_pages, page_table, scale, window, workspace, launch)
     return out
 
 
 def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor, context: Tensor,
-    page_table: Tensor, scale: float, window: int | None, workspace: Workspace, num_splits: int, *,
-    launch: Launch | None = None,
+    q: Tensor, k: Tensor, v: Tensor, key_pages: Tensor, value_pages: Tensor, blocks: Tiles, page_table: Tensor,
+    scale: float, window: int | None, workspace: Workspace, *, launch: Launch | None = None,
 ) -> Tensor:  # fmt: skip
     """A drafter's blocks: q [D, n, nh, hd], k, v [D, n, nkv, hd] (views of one tensor or alike) -> [D, n, nh * hd].
 
-    Row i of block b stands at position context[slots[b]] + i. It sees the KV of the pages before the context's end and
-    the whole block; on a sliding layer (`window`) only what lies within window - 1 before it, and the block causally.
+    A block is one tile of n rows. Its rows see the KV of the pages before the position of the first row, and the whole
+    block; on a sliding layer (`window`) only what lies within window - 1 before them, and the block causally.
     """
     num_blocks, n, num_heads, head_dim = q.shape
-    assert k.stride() == v.stride(), f"strides {k.stride()} and {v.stride()}"
+    assert blocks.block_q == n and k.stride() == v.stride(), f"{blocks.block_q} rows, strides {k.stride(), v.stride()}"
     out = q.new_empty(num_blocks, n, num_heads * head_dim)
-    flat = [_flat(rows) for rows in (q, k, v)]
-    rows = _Rows(flat[0], out.view(num_blocks * n, -1), slots, slots, slots, num_blocks, n, num_splits)
-    own = (flat[1], flat[2])
-    _run(rows, own, key_pages, value_pages, slots, context, page_table, scale, window, workspace, launch)
+    rows, *own = (_flat(x) for x in (q, k, v))
+    _run(rows, out.flatten(0, 1), blocks, own, key_pages, value_pages, page_table, scale, window, workspace, launch)
     return out
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
-    """The query side of a launch; the tile tensors are read only where there are no blocks."""
-
-    q: Tensor  # [R, nh, hd]
-    out: Tensor  # [R, nh * hd]
-    tile_sequence: Tensor
-    tile_first_row: Tensor
-    cu_rows: Tensor
-    num_tiles: int
-    block_q: int
-    num_splits: int
-
-
 def _run(
-    rows: _Rows, own: tuple[Tensor, Tensor] | None, key_pages: Tensor, value_pages: Tensor, slots: Tensor,
-    context: Tensor, page_table: Tensor, scale: float, window: int | None, workspace: Workspace, launch: Launch | None,
+    q: Tensor, out: Tensor, tiles: Tiles, own: list[Tensor] | None, key_pages: Tensor, value_pages: Tensor,
+    page_table: Tensor, scale: float, window: int | None, workspace: Workspace, launch: Launch | None,
 ) -> None:  # fmt: skip
-    _, num_heads, head_dim = rows.q.shape
+    _, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = key_pages.shape
-    group = num_heads // num_kv_heads
-    packed_rows, padded_dim = _packed_rows(rows.block_q, group), _padded(head_dim)
-    assert rows.q.stride()[1:] == (head_dim, 1), f"heads of q must stand side by side, strides {rows.q.stride()}"
+    group, (num_tiles, num_fields) = num_heads // num_kv_heads, tiles.records.shape
+    packed_rows, padded_dim = _packed_rows(tiles.block_q, group), _padded(head_dim)
+    assert q.stride()[1:] == (head_dim, 1), f"heads of q must stand side by side, strides {q.stride()}"
     assert key_pages.is_contiguous() and value_pages.is_contiguous()
-    pairs = rows.num_tiles * num_kv_heads
-    assert rows.num_splits == 1 or _fits(workspace, pairs, rows.num_splits, packed_rows, padded_dim), (
-        f"the workspace is too small for {pairs} x {rows.num_splits} programs of {packed_rows} rows"
+    assert num_fields == 4 and tiles.records.is_contiguous(), f"records {tiles.records.shape, tiles.records.stride()}"
+    pairs = num_tiles * num_kv_heads
+    assert tiles.num_splits == 1 or _fits(workspace, pairs, tiles.num_splits, packed_rows, padded_dim), (
+        f"the workspace is too small for {pairs} x {tiles.num_splits} programs of {packed_rows} rows"
     )
-    launch = launch or choose_launch(packed_rows, head_dim, rows.q.dtype, pairs)
-    own_keys, own_values = own or (rows.q, rows.q)
-    _attention_kernel[(num_kv_heads, rows.num_splits, rows.num_tiles)](
-        rows.out, rows.q, key_pages, value_pages, own_keys, own_values,
-        rows.tile_sequence, rows.tile_first_row, rows.cu_rows, slots, context, page_table,
+    launch = launch or choose_launch(packed_rows, head_dim, q.dtype, pairs)
+    own_keys, own_values = own or (q, q)
+    _attention_kernel[(num_kv_heads, tiles.num_splits, num_tiles)](
+        out, q, key_pages, value_pages, own_keys, own_values, tiles.records, page_table,
         workspace.partials, workspace.stats, workspace.arrivals,
-        rows.q.stride(0), rows.out.stride(0), own_keys.stride(0), page_table.stride(0), page_table.shape[1],
-        rows.block_q, window or 0, rows.num_splits, -(-launch.min_split_tokens // launch.block_n), scale * math.log2(math.e),
+        q.stride(0), out.stride(0), own_keys.stride(0), page_table.stride(0), page_table.shape[1],
+        tiles.block_q, window or 0, tiles.num_splits, launch.min_split_tokens.bit_length() - 1, scale * math.log2(math.e),
         GROUP=group, HEAD_DIM=head_dim, NUM_KV_HEADS=num_kv_heads, PAGE_SIZE=page_size, ROWS=packed_rows, DIM=padded_dim,
         BLOCK_N=launch.block_n, HAS_WINDOW=window is not None,
-        OWN_N=0 if own is None else max(16, triton.next_power_of_2(rows.block_q)),
-        # Loads of this many splits in flight when they are merged, but for the registers that the main loop has anyway.
-        MERGE_UNROLL=max(1, min(4, 2048 * launch.num_warps // (packed_rows * padded_dim))),
+        OWN_N=0 if own is None else max(16, triton.next_power_of_2(tiles.block_q)),
+        # Splits loaded at a time when they are merged: into 128 registers, which the main loop has for its sums anyway.
+        MERGED=max(1, min(8, 128 * 32 * launch.num_warps // (packed_rows * padded_dim))),
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
 
@@ -218,108 +204,108 @@ def _fits(workspace: Workspace, pairs: int, num_splits: int, packed_rows: int, p
 
 
 # Arguments that differ between launches of one engine: specialising on 1 or on multiples of 16 would compile variants.
-_VARYING = ["table_stride", "table_columns", "block_q", "window", "num_splits", "min_share"]
+_VARYING = ["table_stride", "table_columns", "block_q", "window", "num_splits", "min_split_log2"]
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def _attention_kernel(
-    out, q, key_pages, value_pages, own_keys, own_values,
-    tile_sequence, tile_first_row, cu_rows, slots, context, page_table,
+    out, q, key_pages, value_pages, own_keys, own_values, records, page_table,
     partials, stats, arrivals,
     q_stride, out_stride, own_stride, table_stride, table_columns,
-    block_q, window, num_splits, min_share, scale,
+    block_q, window, num_splits, min_split_log2, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN_N: tl.constexpr,
-    MERGE_UNROLL: tl.constexpr,
+    MERGED: tl.constexpr,
 ):  # fmt: skip
     """OWN_N = 0: tiles of rows; else blocks of block_q rows that also see each other, padded to OWN_N keys.
 
-    `scale` includes log2(e): all exponentials are of base 2.
+    `scale` includes log2(e): all exponentials are of base 2. What a load needs is worked out before anything else.
     """
     kv_head, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # What the tile is: its sequence, where its rows begin, how many there are.
-    if OWN_N > 0:
-        sequence, first_row, row_base = tile, 0, tile.to(tl.int64) * block_q
-        num_rows = block_q
-    else:
-        sequence, first_row = tl.load(tile_sequence + tile), tl.load(tile_first_row + tile)
-        if sequence < 0:
-            return
-        row_base = tl.load(cu_rows + sequence) + first_row
-        num_rows = tl.minimum(block_q, (tl.load(cu_rows + sequence + 1) - row_base).to(tl.int32))
-    slot = tl.load(slots + sequence)
-    length = tl.load(context + slot).to(tl.int32)
-    table = page_table + slot * table_stride
+    record = records + 4 * tile
+    row_base, num_rows = tl.load(record).to(tl.int64), tl.load(record + 1)
+    slot, start = tl.load(record + 2), tl.load(record + 3)
+    if num_rows == 0:
+        return
 
     # Its keys: positions begin .. end - 1, cut into blocks, and the share of them that is this program's.
-    end = length if OWN_N > 0 else length + first_row + num_rows
-    begin = tl.maximum(length + first_row - window + 1, 0) if HAS_WINDOW else 0
-    num_blocks = tl.cdiv(end, BLOCK_N) - begin // BLOCK_N
-    # As many splits as have min_share blocks each, then equal shares; rounding up may leave the last ones without work.
-    num_used = tl.maximum(tl.minimum(num_splits, num_blocks // min_share), 1)
-    share = tl.maximum(tl.cdiv(num_blocks, num_used), 1)
-    num_used = tl.maximum(tl.cdiv(num_blocks, share), 1)
-    if split >= num_used:
+    end = start if OWN_N > 0 else start + num_rows
+    begin = tl.maximum(start - window + 1, 0) if HAS_WINDOW else 0
+    first_block = begin // BLOCK_N
+    num_blocks = tl.cdiv(end, BLOCK_N) - first_block
+    share = _share(num_blocks, num_splits, min_split_log2, BLOCK_N)
+    if (split > 0) & (split * share >= num_blocks):  # rounding up may leave the last ones without work
         return
-    first_block = begin // BLOCK_N + split * share
-    last_block = tl.minimum(first_block + share, tl.cdiv(end, BLOCK_N))
+    last_block = first_block + tl.minimum((split + 1) * share, num_blocks)
+    first_block += split * share
+    is_last_split = (split + 1) * share >= num_blocks
 
+    offset = tl.arange(0, BLOCK_N)
+    table = page_table + slot.to(tl.int64) * table_stride
+    pages = _lookup(table, table_columns, first_block * BLOCK_N, offset, PAGE_SIZE, BLOCK_N)
     packed = tl.arange(0, ROWS)
     row, dim = packed // GROUP, tl.arange(0, DIM)
-    kept = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    kept_rows = row < num_rows
+    kept = kept_rows[:, None] & (dim < HEAD_DIM)[None, :]
     head_at = (kv_head * GROUP + packed % GROUP) * HEAD_DIM
-    rows = tl.load(q + ((row_base + row) * q_stride + head_at)[:, None] + dim[None, :], mask=kept, other=0.0)
-    position = length + first_row + row
+    queries = tl.load(q + ((row_base + row) * q_stride + head_at)[:, None] + dim[None, :], mask=kept, other=0.0)
+    if OWN_N > 0:  # the last split also takes the block's own keys; they are asked for now and needed last
+        other = tl.arange(0, OWN_N)
+        element = ((row_base + other) * own_stride + kv_head * HEAD_DIM)[:, None] + dim[None, :]
+        inside = (other < tl.where(is_last_split, block_q, 0))[:, None] & (dim < HEAD_DIM)[None, :]
+        last_keys = tl.load(own_keys + element, mask=inside, other=0.0)
+        last_values = tl.load(own_values + element, mask=inside, other=0.0)
+    position = start + row
 
     acc = tl.zeros([ROWS, DIM], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     # Finite, so that a row which sees nothing of a block subtracts no infinities.
     top = tl.full([ROWS], -1e30, tl.float32)
-    offset = tl.arange(0, BLOCK_N)
-    pages = _lookup(table, table_columns, first_block * BLOCK_N, offset, PAGE_SIZE, BLOCK_N)
     for block in range(first_block, last_block):
         at = block * BLOCK_N + offset
-        kv_row = pages.to(tl.int64) * PAGE_SIZE + at % PAGE_SIZE
+        element = _elements(pages, block, offset, kv_head, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_N)
+        element = element[:, None] + dim[None, :]
         # The next block's pages are looked up a block ahead: KV loads then wait for no other load.
         pages = _lookup(table, table_columns, (block + 1) * BLOCK_N, offset, PAGE_SIZE, BLOCK_N)
-        there = at < end
-        if HAS_WINDOW:
-            there = there & (at >= begin)
-        element = (kv_row * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim[None, :]
-        seen = there[None, :]
-        if OWN_N == 0:
-            seen = seen & (at[None, :] <= position[:, None])
+        there = (at >= begin) & (at < end) if HAS_WINDOW else at < end
+        inside = there[:, None] & (dim < HEAD_DIM)[None, :]
+        keys = tl.load(key_pages + element, mask=inside, other=0.0)
+        values = tl.load(value_pages + element, mask=inside, other=0.0)
+        seen = at[None, :] <= (position[:, None] if OWN_N == 0 else end - 1)
         if HAS_WINDOW:
             seen = seen & (at[None, :] > position[:, None] - window)
-        inside = there[:, None] & (dim < HEAD_DIM)[None, :]
-        acc, total, top = _fold(rows, key_pages + element, value_pages + element, inside, seen, scale, acc, total, top)
+        acc, total, top = _fold(queries, keys, values, seen, scale, acc, total, top)
 
     if OWN_N > 0:  # noqa: SIM102  (known when compiling; joined by `and` it would not be)
-        if split == num_used - 1:  # the last split also takes the block's own keys
-            other = tl.arange(0, OWN_N)
-            element = ((row_base + other) * own_stride + kv_head * HEAD_DIM)[:, None] + dim[None, :]
+        if is_last_split:
             seen = (other < block_q)[None, :]
             if HAS_WINDOW:
                 seen = seen & (other[None, :] <= row[:, None]) & (other[None, :] > row[:, None] - window)
-            inside = (other < block_q)[:, None] & (dim < HEAD_DIM)[None, :]
-            acc, total, top = _fold(
-                rows, own_keys + element, own_values + element, inside, seen, scale, acc, total, top
-            )
+            acc, total, top = _fold(queries, last_keys, last_values, seen, scale, acc, total, top)
 
     out_at = out + ((row_base + row) * out_stride + head_at)[:, None] + dim[None, :]
-    if num_used == 1:
-        tl.store(out_at, acc / total[:, None], mask=kept)
+    if share >= num_blocks:  # nobody shares the keys
+        tl.store(out_at, acc * (1 / total)[:, None], mask=kept)
     else:
         pair = tile * NUM_KV_HEADS + kv_head
         place = pair.to(tl.int64) * num_splits * ROWS + packed  # of the first split's rows in the workspace
-        kept_rows = row < num_rows
         _publish(partials, stats, place + split * ROWS, dim, kept, kept_rows, acc, total, top, DIM)
         # Every thread's stores, the barrier, one thread's release: whoever acquires this count sees them all.
         tl.debug_barrier()
+        num_used = tl.cdiv(num_blocks, share)
         if tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu") == num_used - 1:
             tl.store(arrivals + pair, 0)  # all have arrived: ready for the next launch
-            acc, total = _merge(partials, stats, place, dim, kept, kept_rows, num_used, ROWS, DIM, MERGE_UNROLL)
-            tl.store(out_at, acc / total[:, None], mask=kept)
+            acc, total = _merge(partials, stats, place, dim, kept, kept_rows, num_used, ROWS, DIM, MERGED)
+            tl.store(out_at, acc * (1 / total)[:, None], mask=kept)
+
+
+@triton.jit
+def _share(num_blocks, num_splits, min_split_log2, BLOCK_N: tl.constexpr):
+    """Blocks of each split: as many splits as are worth their merge, in equal shares."""
+    num_tokens = num_blocks * BLOCK_N
+    worth = tl.sqrt(num_tokens / _MERGE_TOKENS).to(tl.int32)
+    num_used = tl.maximum(tl.minimum(tl.minimum(num_splits, num_tokens >> min_split_log2), worth), 1)
+    return tl.maximum(tl.cdiv(num_blocks, num_used), 1)
 
 
 @triton.jit
@@ -345,11 +331,23 @@ def _page(table, columns, column):
 
 
 @triton.jit
-def _fold(rows, key_at, value_at, inside, seen, scale, acc, total, top):
+def _elements(
+    pages, block, offset, kv_head, PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Where a block's keys begin in their pool, int64: it may hold more than 2^31 elements, a page holds few."""
+    if BLOCK_N % PAGE_SIZE == 0:  # the same in every block
+        within = offset % PAGE_SIZE
+    else:
+        within = (block * BLOCK_N + offset) % PAGE_SIZE
+    page_elements: tl.constexpr = PAGE_SIZE * NUM_KV_HEADS * HEAD_DIM
+    return pages.to(tl.int64) * page_elements + (within * NUM_KV_HEADS + kv_head) * HEAD_DIM
+
+
+@triton.jit
+def _fold(queries, keys, values, seen, scale, acc, total, top):
     """Take a block of keys into the running softmax: acc [ROWS, DIM], total and top [ROWS], all fp32."""
-    keys = tl.load(key_at, mask=inside, other=0.0)
-    values = tl.load(value_at, mask=inside, other=0.0)
-    scores = tl.dot(rows, tl.trans(keys), input_precision="ieee") * scale
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
     scores = tl.where(seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
     weights = tl.exp2(scores - new_top[:, None])
@@ -367,23 +365,28 @@ def _publish(partials, stats, place, dim, kept, kept_rows, acc, total, top, DIM:
 
 @triton.jit
 def _merge(
-    partials, stats, place, dim, kept, kept_rows, num_used, ROWS: tl.constexpr, DIM: tl.constexpr, UNROLL: tl.constexpr
+    partials, stats, place, dim, kept, kept_rows, num_used, ROWS: tl.constexpr, DIM: tl.constexpr, MERGED: tl.constexpr
 ):
     """Sum the splits in their order, whoever arrived last: the result does not depend on timing.
 
-    The loads go past the first-level cache (".cg"), which knows nothing of other multiprocessors' stores.
+    Loads of MERGED splits wait together. They go past the first-level cache (".cg"), which knows nothing of other
+    multiprocessors' stores.
     """
     acc = tl.zeros([ROWS, DIM], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], -1e30, tl.float32)
-    for _ in tl.range(0, num_used, loop_unroll_factor=UNROLL):  # that many splits' loads in flight
-        part = tl.load(partials + place[:, None] * DIM + dim[None, :], mask=kept, other=0.0, cache_modifier=".cg")
-        part_top = tl.load(stats + 2 * place, mask=kept_rows, other=-1e30, cache_modifier=".cg")
-        part_total = tl.load(stats + 2 * place + 1, mask=kept_rows, other=1.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, part_top)
-        decay, weight = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
-        acc = acc * decay[:, None] + part * weight[:, None]
-        total = total * decay + part_total * weight
+    for first in range(0, num_used, MERGED):
+        split = first + tl.arange(0, MERGED)
+        there = split < num_used
+        at = place[None, :] + split[:, None] * ROWS
+        part_at = partials + at[:, :, None] * DIM + dim[None, None, :]
+        inside = there[:, None] & kept_rows[None, :]
+        parts = tl.load(part_at, mask=there[:, None, None] & kept[None, :, :], other=0.0, cache_modifier=".cg")
+        tops = tl.load(stats + 2 * at, mask=inside, other=-1e30, cache_modifier=".cg")
+        totals = tl.load(stats + 2 * at + 1, mask=inside, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        decay, weights = tl.exp2(top - new_top), tl.exp2(tops - new_top[None, :])
+        acc = acc * decay[:, None] + tl.sum(parts * weights[:, :, None], 0)
+        total = total * decay + tl.sum(totals * weights, 0)
         top = new_top
-        place += ROWS
     return acc, total

@@ -110,7 +110,6 @@ def _write_pages(page_table, writes, num_writes, page_stride, BLOCK: tl.constexp
 class Rows:
     """What `layout` fills: the padded rows of a step, their outputs, and the tiles that attention works by."""
 
-    cu_rows: Tensor  # [B + 1] int64, first row of each sequence
     cu_outputs: Tensor  # [B + 1] int64
     positions: Tensor  # [R] int64; of padding 0
     kv_slots: Tensor  # [R] int64; of padding in the scratch page
@@ -119,21 +118,20 @@ class Rows:
     output_rows: Tensor  # [O] int64; of padding 0
     output_sequence: Tensor  # [O] int64; of padding -1
     output_offset: Tensor  # [O] int64: 0 for the row of the last given token, j for the row of draft j; of padding 0
-    tile_sequence: Tensor  # [T] int32; -1 where unused
-    tile_first_row: Tensor  # [T] int32, within the sequence's rows; -1 where unused
+    tiles: Tensor  # [T, 4] int32, records of kernels.attention.Tiles; zeros where unused
 
 
 def make_rows(
     *, num_sequences: int, num_rows: int, num_outputs: int, num_tiles: int, device: torch.device | str
 ) -> Rows:
     """Memory for `layout` to fill: zeros, which stand for no sequence."""
-    starts, rows, outputs = ((num, torch.int64) for num in (num_sequences + 1, num_rows, num_outputs))
-    kinds = {
-        "cu_rows": starts, "cu_outputs": starts, "positions": rows, "kv_slots": rows, "token_ids": rows,
-        "draft_index": rows, "output_rows": outputs, "output_sequence": outputs, "output_offset": outputs,
-        "tile_sequence": (num_tiles, torch.int32), "tile_first_row": (num_tiles, torch.int32),
+    counts = {
+        "cu_outputs": num_sequences + 1, "positions": num_rows, "kv_slots": num_rows, "token_ids": num_rows,
+        "draft_index": num_rows, "output_rows": num_outputs, "output_sequence": num_outputs,
+        "output_offset": num_outputs,
     }  # fmt: skip
-    return Rows(**{name: torch.zeros(num, dtype=dtype, device=device) for name, (num, dtype) in kinds.items()})
+    made = {name: torch.zeros(count, dtype=torch.int64, device=device) for name, count in counts.items()}
+    return Rows(**made, tiles=torch.zeros(num_tiles, 4, dtype=torch.int32, device=device))
 
 
 def max_tiles(num_sequences: int, num_rows: int, block_q: int) -> int:
@@ -151,14 +149,15 @@ def layout(
     outputs O, and their tiles of block_q rows T: what does not fit is left out. draft_stride: see Rows.draft_index.
     """
     num_sequences, num_rows = len(slots), len(out.positions)
-    assert len(out.cu_rows) == len(out.cu_outputs) == num_sequences + 1, (len(out.cu_rows), num_sequences)
+    assert len(out.cu_outputs) == num_sequences + 1, (len(out.cu_outputs), num_sequences)
+    assert out.tiles.is_contiguous(), out.tiles.stride()
     chunks = min(triton.cdiv(num_rows, _BLOCK), _WANTED_PROGRAMS // (num_sequences + 1))
     # One program (or several, where rows are many) for each sequence, and as many for the padding behind the last.
     _layout[(num_sequences + 1, max(chunks, 1))](
         slots, num_given, emits, widths, context, page_table, token_ids,
-        out.cu_rows, out.cu_outputs, out.positions, out.kv_slots, out.token_ids, out.draft_index,
-        out.output_rows, out.output_sequence, out.output_offset, out.tile_sequence, out.tile_first_row,
-        num_sequences, num_rows, len(out.output_rows), len(out.tile_sequence), block_q, draft_stride,
+        out.cu_outputs, out.positions, out.kv_slots, out.token_ids, out.draft_index,
+        out.output_rows, out.output_sequence, out.output_offset, out.tiles,
+        num_sequences, num_rows, len(out.output_rows), len(out.tiles), block_q, draft_stride,
         page_table.stride(0), page_table.shape[1], token_ids.stride(0), token_ids.shape[1],
         PAGE_SIZE=page_size, SCRATCH_PAGE=SCRATCH_PAGE, BLOCK_B=_MAX_SEQUENCES_AT_ONCE, BLOCK=_BLOCK,
     )  # fmt: skip
@@ -170,8 +169,8 @@ _VARY = ["num_sequences", "num_rows", "num_outputs", "num_tiles", "block_q", "dr
 @triton.jit(do_not_specialize=_VARY)
 def _layout(
     slots, num_given, emits, widths, context, page_table, token_ids,
-    cu_rows, cu_outputs, positions, kv_slots, row_token_ids, draft_index,
-    output_rows, output_sequence, output_offset, tile_sequence, tile_first_row,
+    cu_outputs, positions, kv_slots, row_token_ids, draft_index,
+    output_rows, output_sequence, output_offset, tiles,
     num_sequences, num_rows, num_outputs, num_tiles, block_q, draft_stride,
     page_stride, num_pages, token_stride, num_columns,
     PAGE_SIZE: tl.constexpr, SCRATCH_PAGE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK: tl.constexpr,
@@ -179,7 +178,6 @@ def _layout(
     b, chunk = tl.program_id(0), tl.program_id(1)
     row_start, output_start, tile_start = _starts(b, num_given, emits, widths, block_q, BLOCK_B)
     if chunk == 0:
-        tl.store(cu_rows + b, row_start.to(tl.int64))
         tl.store(cu_outputs + b, output_start.to(tl.int64))
     begin, step = chunk * BLOCK, tl.num_programs(1) * BLOCK
     if b == num_sequences:
@@ -190,14 +188,14 @@ def _layout(
         _pad(output_rows, output_start + begin, num_outputs, step, 0, BLOCK)
         _pad(output_sequence, output_start + begin, num_outputs, step, -1, BLOCK)
         _pad(output_offset, output_start + begin, num_outputs, step, 0, BLOCK)
-        _pad(tile_sequence, tile_start + begin, num_tiles, step, -1, BLOCK)
-        _pad(tile_first_row, tile_start + begin, num_tiles, step, -1, BLOCK)
+        _pad(tiles, 4 * tile_start + begin, 4 * num_tiles, step, 0, BLOCK)
     else:
         given, width = tl.load(num_given + b).to(tl.int32), tl.load(widths + b).to(tl.int32)
         slot = tl.load(slots + b)
+        start = tl.load(context + slot)
         _write_rows(
             b, begin, step, row_start, given, given + width, num_rows,
-            tl.load(context + slot), page_table + slot * page_stride, token_ids + slot * token_stride,
+            start, page_table + slot * page_stride, token_ids + slot * token_stride,
             num_pages, num_columns, draft_stride,
             positions, kv_slots, row_token_ids, draft_index, PAGE_SIZE, SCRATCH_PAGE, BLOCK,
         )  # fmt: skip
@@ -207,8 +205,7 @@ def _layout(
             output_rows, output_sequence, output_offset, BLOCK,
         )  # fmt: skip
         _write_tiles(
-            b, begin, step, tile_start, tl.cdiv(given + width, block_q), num_tiles, block_q,
-            tile_sequence, tile_first_row, BLOCK,
+            begin, step, tile_start, num_tiles, block_q, row_start, given + width, num_rows, slot, start, tiles, BLOCK
         )  # fmt: skip
 
 
@@ -267,16 +264,25 @@ def _write_outputs(
 
 @triton.jit
 def _write_tiles(
-    b, begin, step, tile_start, count, num_tiles, block_q,
-    tile_sequence, tile_first_row, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Tiles of sequence b: block_q of its rows each, the last one what remains."""
-    for first in range(begin, count, step):
+    begin, step, tile_start, num_tiles, block_q, row_start, count, num_rows, slot, start, tiles, BLOCK: tl.constexpr
+):
+    """Tiles of a sequence: block_q of its `count` rows each, the last one what remains."""
+    row_end = tl.minimum(row_start + count, num_rows)
+    for first in range(begin, tl.cdiv(count, block_q), step):
         place = first + tl.arange(0, BLOCK)
-        tile = tile_start + place
-        inside = (place < count) & (tile < num_tiles)
-        tl.store(tile_sequence + tile, tl.zeros([BLOCK], tl.int32) + b, mask=inside)
-        tl.store(tile_first_row + tile, place * block_q, mask=inside)
+        row, tile = row_start + place * block_q, tile_start + place
+        inside = (place * block_q < count) & (tile < num_tiles)
+        tile_rows = tl.maximum(tl.minimum(row_end - row, block_q), 0)
+        _write_records(tiles + 4 * tile, row, tile_rows, slot, start + place * block_q, inside)
+
+
+@triton.jit
+def _write_records(at, first_row, num_rows, slot, position, mask):
+    """As kernels.attention reads them: see `Tiles`."""
+    tl.store(at, first_row, mask=mask)
+    tl.store(at + 1, num_rows, mask=mask)
+    tl.store(at + 2, slot.to(tl.int32) + tl.zeros_like(first_row), mask=mask)
+    tl.store(at + 3, position.to(tl.int32), mask=mask)
 
 
 @triton.jit
@@ -320,26 +326,27 @@ def _fill(token_ids, draft_index, drafts, num_rows, BLOCK: tl.constexpr):
 
 def draft_inputs(
     slots: Tensor, context: Tensor, token_ids: Tensor, mask_token_id: int, num_rows: int, max_position: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What a block drafter starts from: ids [B, n] (anchor, mask, mask, ...), positions [B, n], anchors [B], all int64.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a block drafter starts from: ids [B, n] (anchor, mask, mask, ...), positions [B, n], anchors [B], all int64,
+    and blocks [B, 4] int32, the records of its attention (`Tiles`).
 
-    slots [B] and the slot state's context and token_ids; num_rows n. Row i stands at context + i, at most at
-    max_position - 1 (the drafter knows max_position positions).
+    slots [B] and the slot state's context and token_ids; num_rows n. Row i stands at context + i, its position is at
+    most max_position - 1 (the drafter knows max_position positions).
     """
     shape = (len(slots), num_rows)
     input_ids, positions = (torch.empty(shape, dtype=torch.int64, device=slots.device) for _ in range(2))
-    anchors = torch.empty_like(slots)
+    anchors, blocks = torch.empty_like(slots), torch.empty(len(slots), 4, dtype=torch.int32, device=slots.device)
     if input_ids.numel():
         _draft_inputs[(triton.cdiv(input_ids.numel(), _BLOCK),)](
-            slots, context, token_ids, input_ids, positions, anchors, input_ids.numel(), num_rows, token_ids.stride(0),
-            mask_token_id, max_position, BLOCK=_BLOCK,
+            slots, context, token_ids, input_ids, positions, anchors, blocks, input_ids.numel(), num_rows,
+            token_ids.stride(0), mask_token_id, max_position, BLOCK=_BLOCK,
         )  # fmt: skip
-    return input_ids, positions, anchors
+    return input_ids, positions, anchors, blocks
 
 
 @triton.jit(do_not_specialize=["size", "num_rows", "mask_token_id", "max_position"])
 def _draft_inputs(
-    slots, context, token_ids, input_ids, positions, anchors,
+    slots, context, token_ids, input_ids, positions, anchors, blocks,
     size, num_rows, token_stride, mask_token_id, max_position, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -351,3 +358,4 @@ def _draft_inputs(
     tl.store(anchors + b, anchor, mask=is_anchor)
     tl.store(input_ids + i, tl.where(row == 0, anchor, mask_token_id), mask=i < size)
     tl.store(positions + i, tl.minimum(start + row, max_position - 1), mask=i < size)
+    _write_records(blocks + 4 * b, i, num_rows, slot, start, is_anchor)

@@ -71,8 +71,7 @@ class FusedTarget:
         )
         q = qkv[:, : spec.num_q_dims].view(len(qkv), spec.num_heads, spec.head_dim)
         return paged_attention(
-            q, *pages, batch.tiles, batch.cu_rows, batch.slots, self._state.context, self._state.page_table,
-            spec.head_dim**-0.5, spec.window(layer), self._workspace,
+            q, *pages, batch.tiles, self._state.page_table, spec.head_dim**-0.5, spec.window(layer), self._workspace,
         )  # fmt: skip
 
 

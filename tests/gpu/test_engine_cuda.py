@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from slipstream.draft.ngram import NGramDraft
 from slipstream.engine import Engine
 from slipstream.llm import LLM
 from slipstream.load import Models
+from slipstream.plan import Decision
 from slipstream.testing import tiny_models, tiny_spec
 from tests.lossless.harness import judge, run, scripted_cost
 
@@ -143,6 +145,8 @@ def test_padding_touches_nothing_that_lives() -> None:
     torch.cuda.synchronize()
     before = living(engine)
     drafted = engine.launch_draft(nobody())
+    none = np.zeros(0, np.int32)
+    engine.backend.place(Decision(widths_np=none, budget=None, caps_np=none))
     shapes = [s for s in engine.backend.buckets.verify_shapes() if engine.backend.graphs.find(("verify", s))]
     with torch.inference_mode():
         for shape in shapes:  # the largest, too

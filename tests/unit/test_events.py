@@ -34,7 +34,7 @@ class FakeEvent:
     world: World
     at_s: float = 0.0
 
-    def record(self) -> None:
+    def record(self, stream: object = None) -> None:
         self.at_s = max(self.world.free_s, self.world.now_s)
         self.world.recorded.append(self)
 
