@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slipstream.config import SamplingParams
+from slipstream.config import MODES, SamplingParams
 from slipstream.draft.ngram import NGramDraft
 from slipstream.load import Models
 from slipstream.testing import tiny_models, tiny_spec
@@ -46,20 +46,27 @@ def check(device: str, mode: str, params: list[SamplingParams], algorithm: str =
     assert outcome == "equal", found
 
 
-@pytest.mark.parametrize("mode", ["off", "static", "adaptive", "lag", "lag-budget"])
+# Interpreted, a test takes 10 to 30 seconds: `make test` keeps the one that goes through most kernels.
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("mode", [*(pytest.param(mode, marks=SLOW) for mode in MODES[:-1]), MODES[-1]])
 def test_greedy_and_sampled_together(device: str, mode: str) -> None:
     check(device, mode, params_for(1.0))
 
 
+@SLOW
 @pytest.mark.parametrize("algorithm", ["dflash", "ngram"])
 def test_other_drafters(device: str, algorithm: str) -> None:
     check(device, "static", params_for(1.0), algorithm)
 
 
+@SLOW
 def test_filters_are_computed_beside_the_graphs(device: str) -> None:
     check(device, "static", params_for(1.0, top_p=0.8, top_k=9))
 
 
+@SLOW
 def test_rejection_judges_by_torch_beside_the_same_forward(device: str) -> None:
     params, options = params_for(1.0), {"concurrency": 3, "num_drafts": 3, "acceptance": "rejection"}
     reference = run(tiny_models("dspark", spec=SPEC), "static", PROMPTS, params, **options)  # type: ignore[arg-type]
