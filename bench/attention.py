@@ -126,29 +126,28 @@ class Bench:
         order = torch.randperm(n * pages_each, device=DEVICE) + 2
         self.table = torch.zeros(n + 1, pages_each + 3, dtype=torch.int64, device=DEVICE)
         self.table[:n, :pages_each] = order.view(n, pages_each)
-        self.slots = torch.arange(n, device=DEVICE)
-        self.context = torch.full((n + 1,), case.context, device=DEVICE)
-        self.cu_rows = torch.arange(n + 1, device=DEVICE) * case.rows
         total = case.num_heads + 2 * case.num_kv_heads
         qkv = torch.randn(n * case.rows, total * case.head_dim, dtype=DTYPE, device=DEVICE)
         self.q, self.k, self.v = qkv.view(-1, total, case.head_dim).split(
             [case.num_heads, case.num_kv_heads, case.num_kv_heads], dim=1
         )
-        tiles = [(b, first) for b in range(n) for first in range(0, case.rows, case.tile_rows)]
-        self.tiles = torch.tensor(tiles, dtype=torch.int32, device=DEVICE).t().contiguous()
+        places = [(b, first) for b in range(n) for first in range(0, case.rows, case.tile_rows)]
+        records = [
+            [b * case.rows + first, min(case.tile_rows, case.rows - first), b, case.context + first]
+            for b, first in places
+        ]
+        self.records = torch.tensor(records, dtype=torch.int32, device=DEVICE)
         self.workspace = kernels.attention_workspace(
             case.num_heads, case.num_kv_heads, case.head_dim, case.tile_rows, DEVICE, max_programs=4 * 1056
         )
 
     def call(self, layer: int, launch: Launch | None, num_splits: int) -> Tensor:
-        case, shared = self.case, (self.context, self.table, self.case.head_dim**-0.5, None, self.workspace)
-        pages = self.keys[layer], self.values[layer]
+        case, shared = self.case, (self.table, self.case.head_dim**-0.5, None, self.workspace)
+        pages, tiles = (self.keys[layer], self.values[layer]), Tiles(self.records, case.tile_rows, num_splits)
         if case.block:
             blocks = (x.unflatten(0, (case.num_seqs, case.rows)) for x in (self.q, self.k, self.v))
-            out = block_attention(*blocks, *pages, self.slots, *shared, num_splits, launch=launch)
-            return out.flatten(0, 1)
-        tiles = Tiles(self.tiles[0], self.tiles[1], case.tile_rows, num_splits)
-        return paged_attention(self.q, *pages, tiles, self.cu_rows, self.slots, *shared, launch=launch)
+            return block_attention(*blocks, *pages, tiles, *shared, launch=launch).flatten(0, 1)
+        return paged_attention(self.q, *pages, tiles, *shared, launch=launch)
 
     def expected(self, b: int) -> Tensor:
         """Sequence b's rows in layer 0 by the definition, fp32 [rows, nh * hd]."""

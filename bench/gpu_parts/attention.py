@@ -64,14 +64,11 @@ def _kernel(
 
     count, (_, _, kv_heads, size) = len(cu_rows) - 1, keys.shape
     block_q = 1 << (rows - 1).bit_length()
-    sequence = torch.arange(count, dtype=torch.int32, device=q.device)
-    splits = attention.choose_splits(count, kv_heads, table.shape[1] * PAGE_SIZE)
-    tiles = attention.Tiles(sequence, torch.zeros_like(sequence), block_q, splits)
-    workspace = attention.attention_workspace(q.shape[1], kv_heads, size, block_q, q.device)
     slots = torch.arange(count, device=q.device)
-    return lambda: attention.paged_attention(
-        q, keys, values, tiles, cu_rows, slots, contexts, table, size**-0.5, None, workspace
-    )
+    records = torch.stack([cu_rows[:-1], torch.full_like(slots, rows), slots, contexts[:-1]], 1).int()
+    tiles = attention.Tiles(records, block_q, attention.choose_splits(count, kv_heads, table.shape[1] * PAGE_SIZE))
+    workspace = attention.attention_workspace(q.shape[1], kv_heads, size, block_q, q.device)
+    return lambda: attention.paged_attention(q, keys, values, tiles, table, size**-0.5, None, workspace)
 
 
 def _reference(

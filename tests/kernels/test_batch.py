@@ -56,8 +56,8 @@ def fenced(num: int, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def fence_stands(view: Tensor) -> bool:
-    whole = view.as_strided((len(view) + 2 * MARGIN,), (1,), 0)
-    return bool((whole[:MARGIN] == FENCE).all() and (whole[MARGIN + len(view) :] == FENCE).all())
+    whole = view.as_strided((view.numel() + 2 * MARGIN,), (1,), 0)
+    return bool((whole[:MARGIN] == FENCE).all() and (whole[MARGIN + view.numel() :] == FENCE).all())
 
 
 def fenced_rows(num_sequences: int, num_rows: int, num_outputs: int, num_tiles: int, device: str) -> Rows:
@@ -65,7 +65,7 @@ def fenced_rows(num_sequences: int, num_rows: int, num_outputs: int, num_tiles: 
         num_sequences=num_sequences, num_rows=num_rows, num_outputs=num_outputs, num_tiles=num_tiles, device="cpu"
     )
     views = {name: getattr(plain, name) for name in Rows.__slots__}
-    return Rows(**{name: fenced(len(view), view.dtype, device) for name, view in views.items()})
+    return Rows(**{name: fenced(view.numel(), view.dtype, device).view(view.shape) for name, view in views.items()})
 
 
 def random_plan(num_real: int, num_padded: int, seed: int, device: str) -> tuple[PlanOnDevice, Tensor]:
@@ -92,8 +92,14 @@ def run_layout(state: SlotState, plan: PlanOnDevice, widths: Tensor, block_q: in
     )  # fmt: skip
 
 
-def expected_tiles(rows: list[int], block_q: int) -> list[tuple[int, int]]:
-    return [(b, first) for b, count in enumerate(rows) for first in range(0, count, block_q)]
+def expected_tiles(state: SlotState, plan: PlanOnDevice, widths: Tensor, block_q: int) -> list[list[int]]:
+    """First row, rows, slot, position."""
+    tiles, row = [], 0
+    for slot, count in zip(plan.slots.tolist(), (plan.num_given + widths).tolist(), strict=True):
+        for first in range(0, count, block_q):
+            tiles.append([row + first, min(block_q, count - first), slot, int(state.context[slot]) + first])
+        row += count
+    return tiles
 
 
 SIZES = [(1, 0, 0), (1, 0, 30), (1, 3, 8), (7, 1, 0), (13, 19, 77), (24, 0, 100), (0, 5, 12)]
@@ -106,13 +112,12 @@ def test_layout_equals_the_reference(num_real: int, num_padded: int, more: int, 
         plan, widths = random_plan(num_real, num_padded, seed, device)
         rows = plan.num_given + widths
         num_rows, num_outputs = int(rows.sum()), int(torch.where(plan.emits, widths + 1, 0).sum())
-        tiles = expected_tiles(rows.tolist(), block_q)
+        tiles = expected_tiles(state, plan, widths, block_q)
         want = reference.layout(state, plan, widths, num_rows, num_outputs, PAGE_SIZE)
         out = fenced_rows(num_real + num_padded, num_rows + more, num_outputs + more, len(tiles) + more, device)
         run_layout(state, plan, widths, block_q, out)
 
-        for name in ("cu_rows", "cu_outputs"):
-            assert getattr(out, name).tolist() == getattr(want, name).tolist(), name
+        assert out.cu_outputs.tolist() == want.cu_outputs.tolist()
         for name in ("positions", "kv_slots"):
             assert getattr(out, name)[:num_rows].tolist() == getattr(want, name).tolist(), name
         for name in ("output_rows", "output_sequence", "output_offset"):
@@ -121,8 +126,7 @@ def test_layout_equals_the_reference(num_real: int, num_padded: int, more: int, 
         assert out.token_ids[:num_rows].tolist() == torch.where(draft < 0, want.token_ids, 0).tolist()
         index = torch.where(draft < 0, -1, 9 * want.row_sequence + draft)
         assert out.draft_index[:num_rows].tolist() == index.tolist()
-        assert out.tile_sequence.tolist() == [b for b, _ in tiles] + more * [-1]
-        assert out.tile_first_row.tolist() == [first for _, first in tiles] + more * [-1]
+        assert out.tiles.tolist() == tiles + more * [4 * [0]]
         assert batch.max_tiles(num_real + num_padded, num_rows, block_q) >= len(tiles)
 
         assert out.positions[num_rows:].tolist() == more * [0]
@@ -143,11 +147,13 @@ def test_layout_without_outputs_or_rows(device: str) -> None:
     out = fenced_rows(3, int((plan.num_given + widths).sum()), 0, 0, device)
     run_layout(state, silent, widths, 4, out)
     assert out.cu_outputs.tolist() == [0, 0, 0, 0]
-    assert out.cu_rows.tolist() == [0, *(plan.num_given + widths).cumsum(0).tolist()]
+    assert (
+        out.positions.tolist() == reference.layout(state, silent, widths, len(out.positions), 0, 4).positions.tolist()
+    )
     nobody, nothing = random_plan(0, 2, 0, device)
     empty = fenced_rows(2, 0, 0, 0, device)
     run_layout(state, nobody, nothing, 4, empty)
-    assert empty.cu_rows.tolist() == empty.cu_outputs.tolist() == [0, 0, 0]
+    assert empty.cu_outputs.tolist() == [0, 0, 0]
     assert all(fence_stands(getattr(rows, name)) for rows in (out, empty) for name in Rows.__slots__)
 
 
@@ -155,12 +161,17 @@ def test_layout_stays_inside_when_the_rows_do_not_fit(device: str) -> None:
     state = random_state(device)
     plan, widths = random_plan(9, 0, 1, device)
     num_rows = int((plan.num_given + widths).sum())
-    out = fenced_rows(9, num_rows - 5, 3, 2, device)
+    out = fenced_rows(9, num_rows - 5, 3, num_rows, device)
     run_layout(state, plan, widths, 4, out)
     want = reference.layout(state, plan, widths, num_rows, 3, PAGE_SIZE)
     assert out.positions.tolist() == want.positions[:-5].tolist()
     assert out.output_rows.tolist() == want.output_rows.tolist()
-    assert all(fence_stands(getattr(out, name)) for name in Rows.__slots__)
+    ends = out.tiles[:, 0] + out.tiles[:, 1]
+    assert int(ends[out.tiles[:, 1] > 0].max()) == num_rows - 5, "no tile has rows that are not there"
+    few = fenced_rows(9, num_rows, 3, 2, device)
+    run_layout(state, plan, widths, 4, few)
+    assert few.tiles.tolist() == expected_tiles(state, plan, widths, 4)[:2]
+    assert all(fence_stands(getattr(rows, name)) for rows in (out, few) for name in Rows.__slots__)
 
 
 def test_rows_beyond_the_last_page_go_to_the_scratch_page(device: str) -> None:
@@ -208,12 +219,16 @@ def test_draft_inputs(num_sequences: int, num_rows: int, device: str) -> None:
     slots[-1] = NUM_SLOTS  # padding
     context = state.context[slots]
     max_position = int(context.max()) + 2  # the longest one reaches the end of what the drafter knows
-    ids, positions, anchors = batch.draft_inputs(slots, state.context, state.token_ids, 999_999, num_rows, max_position)
+    ids, positions, anchors, blocks = batch.draft_inputs(
+        slots, state.context, state.token_ids, 999_999, num_rows, max_position
+    )
     assert anchors.tolist() == state.token_ids[slots, context].tolist()
     assert ids[:, 0].tolist() == anchors.tolist() and (ids[:, 1:] == 999_999).all()
     steps = torch.arange(num_rows, device=device)
     assert torch.equal(positions, (context[:, None] + steps).clamp(max=max_position - 1))
     assert ids.dtype == positions.dtype == anchors.dtype == torch.int64
+    places = zip(slots.tolist(), context.tolist(), strict=True)
+    assert blocks.tolist() == [[b * num_rows, num_rows, slot, start] for b, (slot, start) in enumerate(places)]
 
 
 def test_admit_writes_the_new_owner_and_nothing_else(device: str) -> None:
