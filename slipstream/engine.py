@@ -199,6 +199,7 @@ class Engine:
         rows = self._run("verify", shape, partial(self.verify_stages, shape, drafted, widths), step)
         self.backend.before("accept", self._exporter)
         verdict = self._run("accept", shape, partial(self.accept_stages, shape, drafted, rows), step)
+        self._settle(drafted, verdict)
         end = self._stopwatch.mark()  # before the export: whoever waited for that has waited for this mark too
         with self._span(step, "export", "device"):
             result = self._exporter.start("result", verdict.result[: plan.num_sequences])
@@ -215,7 +216,7 @@ class Engine:
         return VerifiedRows(batch, logits, features)
 
     def accept_stages(self, shape: VerifyShape, drafted: Drafted, rows: VerifiedRows) -> Verdict:
-        plan, draft, step = drafted.plan, drafted.draft, drafted.plan.step
+        draft, step = drafted.draft, drafted.plan.step
         with self._span(step, "accept", "device"):
             drafts, prob = (None, None) if draft is None else (draft.token_ids, draft.prob)
             verdict = drafted.rule.judge(rows.batch, rows.logits, drafts, prob, shape)
@@ -223,11 +224,14 @@ class Engine:
             self.backend.apply(drafted.loaded, verdict.result)
             if self.drafter is not None and rows.features is not None:
                 self.drafter.absorb(rows.features, rows.batch.positions, rows.batch.kv_slots)
-            if self.drafter is not None and draft is not None and draft.evidence is not None:
-                count = plan.num_decode
-                teaches = drafted.loaded.teaches[:count] & ~verdict.invalid[:count]
-                self.drafter.settle(draft, verdict.result[:count, 0].long(), verdict.num_accepted[:count], teaches)
         return verdict
+
+    def _settle(self, drafted: Drafted, verdict: Verdict) -> None:
+        """A drafter that learns in service hears what became of its block; never part of a graph."""
+        draft, count = drafted.draft, drafted.plan.num_decode
+        if self.drafter is not None and draft is not None and draft.evidence is not None:
+            teaches = drafted.loaded.teaches[:count] & ~verdict.invalid[:count]
+            self.drafter.settle(draft, verdict.result[:count, 0].long(), verdict.num_accepted[:count], teaches)
 
     def _run(self, stage: str, shape: DraftShape | VerifyShape, function: Callable[[], Any], step: int) -> Any:
         """A stage as it is, or its replay where it was captured at this shape."""

@@ -108,6 +108,13 @@ def test_replays_equal_the_stages_they_record(mode: str) -> None:
     assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
 
 
+def test_look_up_learns_beside_replays() -> None:
+    """The n-gram drafter hears what became of its drafts though acceptance is a graph."""
+    models, drafter = on_gpu(tiny_models(spec=SPEC)), NGramDraft(torch.device("cuda"))
+    run(models, "lag", PROMPTS, params_for(0.0), drafter=drafter)
+    assert float(drafter._accepted._counts.sum()) > 0
+
+
 @pytest.mark.parametrize("mode", ["static", "lag", "lag-budget"])
 def test_memory_is_steady_over_a_thousand_steps(mode: str) -> None:
     llm = engine_of(mode)
