@@ -251,10 +251,10 @@ def _attention_kernel(
     queries = tl.load(q + ((row_base + row) * q_stride + head_at)[:, None] + dim[None, :], mask=kept, other=0.0)
     if OWN_N > 0:  # the last split also takes the block's own keys; they are asked for now and needed last
         other = tl.arange(0, OWN_N)
-        element = ((row_base + other) * own_stride + kv_head * HEAD_DIM)[:, None] + dim[None, :]
-        inside = (other < tl.where(is_last_split, block_q, 0))[:, None] & (dim < HEAD_DIM)[None, :]
-        last_keys = tl.load(own_keys + element, mask=inside, other=0.0)
-        last_values = tl.load(own_values + element, mask=inside, other=0.0)
+        own_element = ((row_base + other) * own_stride + kv_head * HEAD_DIM)[:, None] + dim[None, :]
+        wanted = (other < tl.where(is_last_split, block_q, 0))[:, None] & (dim < HEAD_DIM)[None, :]
+        last_keys = tl.load(own_keys + own_element, mask=wanted, other=0.0)
+        last_values = tl.load(own_values + own_element, mask=wanted, other=0.0)
     position = start + row
 
     acc = tl.zeros([ROWS, DIM], tl.float32)
@@ -278,10 +278,10 @@ def _attention_kernel(
 
     if OWN_N > 0:  # noqa: SIM102  (known when compiling; joined by `and` it would not be)
         if is_last_split:
-            seen = (other < block_q)[None, :]
+            own_seen = (other < block_q)[None, :]
             if HAS_WINDOW:
-                seen = seen & (other[None, :] <= row[:, None]) & (other[None, :] > row[:, None] - window)
-            acc, total, top = _fold(queries, last_keys, last_values, seen, scale, acc, total, top)
+                own_seen = own_seen & (other[None, :] <= row[:, None]) & (other[None, :] > row[:, None] - window)
+            acc, total, top = _fold(queries, last_keys, last_values, own_seen, scale, acc, total, top)
 
     out_at = out + ((row_base + row) * out_stride + head_at)[:, None] + dim[None, :]
     if share >= num_blocks:  # nobody shares the keys
@@ -369,24 +369,25 @@ def _merge(
 ):
     """Sum the splits in their order, whoever arrived last: the result does not depend on timing.
 
-    Loads of MERGED splits wait together. They go past the first-level cache (".cg"), which knows nothing of other
+    Loads of MERGED splits are in flight together, those that do not exist too: what is left over after some full turns
+    would wait for each by itself. They go past the first-level cache (".cg"), which knows nothing of other
     multiprocessors' stores.
     """
     acc = tl.zeros([ROWS, DIM], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], -1e30, tl.float32)
+    part_at = partials + place[:, None] * DIM + dim[None, :]
+    stats_at = stats + 2 * place
     for first in range(0, num_used, MERGED):
-        split = first + tl.arange(0, MERGED)
-        there = split < num_used
-        at = place[None, :] + split[:, None] * ROWS
-        part_at = partials + at[:, :, None] * DIM + dim[None, None, :]
-        inside = there[:, None] & kept_rows[None, :]
-        parts = tl.load(part_at, mask=there[:, None, None] & kept[None, :, :], other=0.0, cache_modifier=".cg")
-        tops = tl.load(stats + 2 * at, mask=inside, other=-1e30, cache_modifier=".cg")
-        totals = tl.load(stats + 2 * at + 1, mask=inside, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(tops, 0))
-        decay, weights = tl.exp2(top - new_top), tl.exp2(tops - new_top[None, :])
-        acc = acc * decay[:, None] + tl.sum(parts * weights[:, :, None], 0)
-        total = total * decay + tl.sum(totals * weights, 0)
-        top = new_top
+        for i in tl.static_range(MERGED):
+            split, there = first + i, first + i < num_used
+            part = tl.load(part_at + split * (ROWS * DIM), mask=kept & there, other=0.0, cache_modifier=".cg")
+            own_rows = kept_rows & there
+            part_top = tl.load(stats_at + 2 * split * ROWS, mask=own_rows, other=-1e30, cache_modifier=".cg")
+            part_total = tl.load(stats_at + 2 * split * ROWS + 1, mask=own_rows, other=0.0, cache_modifier=".cg")
+            new_top = tl.maximum(top, part_top)
+            decay, weight = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
+            acc = acc * decay[:, None] + part * weight[:, None]
+            total = total * decay + part_total * weight
+            top = new_top
     return acc, total
