@@ -1,0 +1,55 @@
+"""Transfers: what is posted arrives at the same addresses, padded; what is exported keeps its value."""
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.device.staging import Exporter, Mailbox, Uploader
+
+CPU = torch.device("cpu")
+
+
+def mailbox() -> Mailbox:
+    return Mailbox({"slots": ((6,), np.int64), "emits": ((6,), np.bool_), "scale": ((2, 3), np.float32)}, CPU)
+
+
+def test_a_post_fills_the_leading_places_and_pads_the_others() -> None:
+    box = mailbox()
+    box.post({"slots": np.array([3, 1], np.int32), "emits": np.array([True, True])}, {"slots": 9, "emits": 0})
+    assert box.received["slots"].tolist() == [3, 1, 9, 9, 9, 9]
+    assert box.received["emits"].tolist() == [True, True, False, False, False, False]
+    box.post({"slots": np.array([5])}, {"slots": 9})
+    assert box.received["slots"].tolist() == [5, 9, 9, 9, 9, 9]
+
+
+def test_addresses_stay() -> None:
+    box = mailbox()
+    before = {name: tensor.data_ptr() for name, tensor in box.received.items()}
+    for value in range(10):  # more posts than there are buffers
+        box.post({"slots": np.full(6, value), "scale": np.full((2, 3), value / 2)}, {})
+        assert box.received["slots"].tolist() == [value] * 6
+        assert box.received["scale"].tolist() == [[value / 2] * 3] * 2
+    assert before == {name: tensor.data_ptr() for name, tensor in box.received.items()}
+
+
+def test_more_than_there_is_room_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="broadcast"):
+        mailbox().post({"slots": np.arange(7)}, {})
+
+
+def test_an_export_does_not_change_with_its_source() -> None:
+    source, exporter = torch.arange(4), Exporter(CPU)
+    first = exporter.start("result", source)
+    source += 1
+    exporter.fence("result")
+    assert first.wait().tolist() == [0, 1, 2, 3]
+    assert exporter.start("result", source).wait().tolist() == [1, 2, 3, 4]
+
+
+def test_uploads_of_any_size_keep_shape_and_type() -> None:
+    uploader = Uploader(CPU)
+    for size in (1, 5000, 3):
+        moved = uploader.upload({"a": np.arange(size, dtype=np.int32), "b": np.ones((size, 2), np.float32)})
+        assert moved["a"].tolist() == list(range(size))
+        assert moved["b"].shape == (size, 2)
+        assert moved["b"].dtype == torch.float32
