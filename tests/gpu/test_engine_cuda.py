@@ -16,6 +16,7 @@ from slipstream.cache.pages import SCRATCH_PAGE
 from slipstream.capture import nobody
 from slipstream.config import MODES, SamplingParams, SpeculativeConfig
 from slipstream.decide.policy import make_policy
+from slipstream.device.staging import Exporter
 from slipstream.draft.ngram import NGramDraft
 from slipstream.engine import Engine
 from slipstream.llm import LLM
@@ -178,3 +179,29 @@ def living(engine: Engine) -> list[torch.Tensor]:
 def pool_tensors(engine: Engine) -> list[torch.Tensor]:
     pools = [engine.target.pool, engine.drafter.pool]
     return [tensor for pool in pools for tensor in (pool.keys, pool.values)]
+
+
+@pytest.mark.parametrize("late", ["device", "exports"])
+@pytest.mark.parametrize("mode", ["static", "lag", "lag-budget"])
+def test_pinned_memory_is_not_used_again_before_it_was_read(
+    mode: str, late: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device, or the copies to the host, lag behind by a millisecond a step: the text stays."""
+    params = params_for(1.0)
+    expected = [c.token_ids for c in engine_of(mode).generate(PROMPTS, params)]
+    launch, start = Engine.launch_draft, Exporter.start
+
+    def launched_late(self: Engine, plan: Any) -> Any:
+        torch.cuda._sleep(2_000_000)
+        return launch(self, plan)
+
+    def exported_late(self: Exporter, kind: str, tensor: torch.Tensor) -> Any:
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(2_000_000)
+        return start(self, kind, tensor)
+
+    if late == "device":
+        monkeypatch.setattr(Engine, "launch_draft", launched_late)
+    else:
+        monkeypatch.setattr(Exporter, "start", exported_late)
+    assert [c.token_ids for c in engine_of(mode).generate(PROMPTS, params)] == expected
