@@ -21,10 +21,10 @@ MAX_SPLITS = 32
 # Programs that splitting aims at, three for each of an H200's 132 multiprocessors. 32 x 4096 of Qwen3-8B, 8 rows each,
 # 256 programs unsplit: 133.6 us; 512: 143, 1024: 156.
 MAX_SPLIT_PROGRAMS = 384
-# Merging one split more costs the program that does it as much as reading this many keys: 1 x 4096 is best in 16
-# splits, 1 x 300 in 4.
-MERGE_TOKENS = 16
-_MERGE_TOKENS = tl.constexpr(MERGE_TOKENS)
+# Splits that may be as short as a launch allows, merged in one go; each more must bring FURTHER_TOKENS. On an H200
+# 1 x 4096 of Qwen3-8B is best in 16 splits, 1 x 300 in 4.
+FIRST_SPLITS, FURTHER_TOKENS = 4, 256
+_FIRST_SPLITS, _FURTHER_TOKENS = tl.constexpr(FIRST_SPLITS), tl.constexpr(FURTHER_TOKENS)
 # A GPU that is nearly empty gains by splits that would otherwise cost more in the reduction than they save.
 FEW_PAIRS = 24
 
@@ -79,7 +79,7 @@ def choose_splits(num_tiles: int, num_kv_heads: int, max_context_hint: int) -> i
     A generous hint is harmless: a shorter context uses fewer splits, and the programs of the others leave at once.
     """
     pairs = max(1, num_tiles * num_kv_heads)
-    by_length = min(max_context_hint // min_split_tokens(pairs), math.isqrt(max_context_hint // MERGE_TOKENS))
+    by_length = min(max_context_hint // min_split_tokens(pairs), FIRST_SPLITS + max_context_hint // FURTHER_TOKENS)
     return max(1, min(MAX_SPLIT_PROGRAMS // pairs, by_length, MAX_SPLITS))
 
 
@@ -148,7 +148,7 @@ def _run(
         BLOCK_N=launch.block_n, HAS_WINDOW=window is not None,
         OWN_N=0 if own is None else max(16, triton.next_power_of_2(tiles.block_q)),
         # Splits loaded at a time when they are merged: into 128 registers, which the main loop has for its sums anyway.
-        MERGED=max(1, min(8, 128 * 32 * launch.num_warps // (packed_rows * padded_dim))),
+        MERGED=max(1, min(FIRST_SPLITS, 128 * 32 * launch.num_warps // (packed_rows * padded_dim))),
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
 
@@ -225,8 +225,6 @@ def _attention_kernel(
     record = records + 4 * tile
     row_base, num_rows = tl.load(record).to(tl.int64), tl.load(record + 1)
     slot, start = tl.load(record + 2), tl.load(record + 3)
-    if num_rows == 0:
-        return
 
     # Its keys: positions begin .. end - 1, cut into blocks, and the share of them that is this program's.
     end = start if OWN_N > 0 else start + num_rows
@@ -234,7 +232,8 @@ def _attention_kernel(
     first_block = begin // BLOCK_N
     num_blocks = tl.cdiv(end, BLOCK_N) - first_block
     share = _share(num_blocks, num_splits, min_split_log2, BLOCK_N)
-    if (split > 0) & (split * share >= num_blocks):  # rounding up may leave the last ones without work
+    # Rounding up may leave the last ones without work. One way out for all, after all of the record is asked for.
+    if (num_rows == 0) | ((split > 0) & (split * share >= num_blocks)):
         return
     last_block = first_block + tl.minimum((split + 1) * share, num_blocks)
     first_block += split * share
@@ -242,6 +241,8 @@ def _attention_kernel(
 
     offset = tl.arange(0, BLOCK_N)
     table = page_table + slot.to(tl.int64) * table_stride
+    # Nobody waits for page numbers beyond this split's.
+    table_columns = tl.minimum(table_columns, tl.cdiv(last_block * BLOCK_N, PAGE_SIZE))
     pages = _lookup(table, table_columns, first_block * BLOCK_N, offset, PAGE_SIZE, BLOCK_N)
     packed = tl.arange(0, ROWS)
     row, dim = packed // GROUP, tl.arange(0, DIM)
@@ -303,9 +304,11 @@ def _attention_kernel(
 def _share(num_blocks, num_splits, min_split_log2, BLOCK_N: tl.constexpr):
     """Blocks of each split: as many splits as are worth their merge, in equal shares."""
     num_tokens = num_blocks * BLOCK_N
-    worth = tl.sqrt(num_tokens / _MERGE_TOKENS).to(tl.int32)
-    num_used = tl.maximum(tl.minimum(tl.minimum(num_splits, num_tokens >> min_split_log2), worth), 1)
-    return tl.maximum(tl.cdiv(num_blocks, num_used), 1)
+    num_used = tl.minimum(num_tokens >> min_split_log2, _FIRST_SPLITS + num_tokens // _FURTHER_TOKENS)
+    num_used = tl.maximum(tl.minimum(num_used, num_splits), 1)
+    # Rounded up. A division of integers takes three times as long, and all loads wait for this one; half a block is
+    # far more than a float errs by.
+    return tl.maximum(((num_blocks + num_used - 0.5) / num_used).to(tl.int32), 1)
 
 
 @triton.jit
@@ -376,18 +379,21 @@ def _merge(
     acc = tl.zeros([ROWS, DIM], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], -1e30, tl.float32)
-    part_at = partials + place[:, None] * DIM + dim[None, :]
     stats_at = stats + 2 * place
     for first in range(0, num_used, MERGED):
+        new_top = top
         for i in tl.static_range(MERGED):
-            split, there = first + i, first + i < num_used
-            part = tl.load(part_at + split * (ROWS * DIM), mask=kept & there, other=0.0, cache_modifier=".cg")
-            own_rows = kept_rows & there
-            part_top = tl.load(stats_at + 2 * split * ROWS, mask=own_rows, other=-1e30, cache_modifier=".cg")
-            part_total = tl.load(stats_at + 2 * split * ROWS + 1, mask=own_rows, other=0.0, cache_modifier=".cg")
-            new_top = tl.maximum(top, part_top)
-            decay, weight = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
-            acc = acc * decay[:, None] + part * weight[:, None]
-            total = total * decay + part_total * weight
-            top = new_top
+            there = kept_rows & (first + i < num_used)
+            at = stats_at + 2 * (first + i) * ROWS
+            new_top = tl.maximum(new_top, tl.load(at, mask=there, other=-1e30, cache_modifier=".cg"))
+        decay = tl.exp2(top - new_top)
+        acc, total, top = acc * decay[:, None], total * decay, new_top
+        for i in tl.static_range(MERGED):
+            there = kept_rows & (first + i < num_used)
+            at = stats_at + 2 * (first + i) * ROWS
+            weight = tl.exp2(tl.load(at, mask=there, other=-1e30, cache_modifier=".cg") - top)
+            total += weight * tl.load(at + 1, mask=there, other=0.0, cache_modifier=".cg")
+            part_at = partials + (place + (first + i) * ROWS)[:, None] * DIM + dim[None, :]
+            inside = kept & (first + i < num_used)
+            acc += weight[:, None] * tl.load(part_at, mask=inside, other=0.0, cache_modifier=".cg")
     return acc, total
