@@ -4,8 +4,10 @@
 
 A loop without a device hands plans, made-up confidence and outcomes to each policy in the engine's order. `path` is
 observe + draft_length + decide, from a confidence to its decision (adaptive decides the draft length before it waits);
-`off` is learn + timed, which no decision waits for. Medians in microseconds, beside the time of one small numpy call,
-of which steps of few sequences mostly consist.
+`off` is learn + timed, which no decision waits for. Microseconds per step, beside the time of one small numpy call,
+of which steps of few sequences mostly consist. What is done every few steps is spread over them: a figure is the median
+over blocks of eight steps of a block's mean; `max` columns are the median of a block's longest step. Steps in which a
+fresh engine learns at once are left out; `early` is what they take in all.
 """
 
 import argparse
@@ -26,6 +28,9 @@ from slipstream.plan import Decision, DraftReport, StepPlan, StepResult
 
 STAGES = ("observe", "draft_length", "decide", "learn", "timed")
 PATH, OFF = STAGES[:3], STAGES[3:]
+BLOCK = 8  # steps in which everything that is done now and then is done
+EARLY = 48  # steps at the start, without the first blocks, in which nothing waits
+WARM_UP = 80
 EDGES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 4608)
 LINEAR = LinearCost(0.85, 0.0006, 1e-9, 1e-7)
 STAIRS = TableCost(rows=EDGES, ms=tuple(0.85 + 0.0006 * rows for rows in EDGES), c2=1e-9, c3=1e-7)
@@ -58,7 +63,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sequences", nargs="+", type=int, default=[1, 32, 256], help="D, sequences that decode")
     parser.add_argument("--drafts", nargs="+", type=int, default=[7, 16], help="S")
-    parser.add_argument("--steps", type=int, default=300, help="timed steps per case, after a tenth of warm-up")
+    parser.add_argument("--steps", type=int, default=300, help="timed steps per case, after the early ones")
     parser.add_argument("--mixed", action="store_true", help="every other request is sampled, instead of none")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--out", type=Path, default=None, help="JSON file")
@@ -144,7 +149,7 @@ class Clock:
 
 
 def serve(policy: Policy, script: Script, steps: int) -> dict[str, list[int]]:
-    """`steps` steps of the overlapped loop; ns per stage and step. The first tenth is left out."""
+    """`steps` steps of the overlapped loop after the early ones; ns per stage and step, of all."""
     clock, rng = Clock(), np.random.default_rng(1)
     previous: tuple[StepPlan, DraftReport, Decision, StepResult] | None = None
     lagged = policy.waits_for == "lagged"
@@ -156,7 +161,7 @@ def serve(policy: Policy, script: Script, steps: int) -> dict[str, list[int]]:
             clock.run("learn", policy.learn, plan, result)
             clock.run("timed", policy.timed, plan, decision, ms * rng.lognormal(0, 0.05))
 
-    for number in range(steps + steps // 10):
+    for number in range(WARM_UP + steps):
         plan = script.plan(number)
         if lagged and previous is not None:
             clock.run("observe", policy.observe, previous[0], previous[1])
@@ -171,7 +176,7 @@ def serve(policy: Policy, script: Script, steps: int) -> dict[str, list[int]]:
             collect()
         previous = plan, report, decision, script.result(plan, decision)
         clock.close_step()
-    return {stage: values[steps // 10 :] for stage, values in clock.spent.items()}
+    return clock.spent
 
 
 def measure(case: Case, num_sequences: int, num_drafts: int, steps: int, mixed: bool) -> dict[str, Any]:
@@ -181,16 +186,18 @@ def measure(case: Case, num_sequences: int, num_drafts: int, steps: int, mixed: 
     policy, _ = make_policy(config, num_drafts=num_drafts, cost=cost)
     spent = serve(policy, Script(num_sequences, num_drafts, mixed), steps)
     us = {stage: np.asarray(values) / 1e3 for stage, values in spent.items()}
-    path, off = (np.sum([us[stage] for stage in stages], axis=0) for stages in (PATH, OFF))
+    us["path"], us["off"] = (np.sum([us[stage] for stage in stages], axis=0) for stages in (PATH, OFF))
+    us["all"] = us["path"] + us["off"]
+    early = {name: np.median(values[16 : 16 + EARLY]) for name, values in us.items()}
+    blocks = {name: values[WARM_UP:][: steps // BLOCK * BLOCK].reshape(-1, BLOCK) for name, values in us.items()}
     return {
         "case": case.name,
         "sequences": num_sequences,
         "drafts": num_drafts,
-        "path_us": float(np.median(path)),
-        "off_us": float(np.median(off)),
-        "path_p10_us": float(np.percentile(path, 10)),
-        "path_p95_us": float(np.percentile(path, 95)),
-        **{f"{stage}_us": float(np.median(values)) for stage, values in us.items()},
+        **{f"{name}_us": float(np.median(blocks[name].mean(axis=1))) for name in ("all", "path", "off")},
+        **{f"{name}_max_us": float(np.median(blocks[name].max(axis=1))) for name in ("path", "off")},
+        "early_us": float(early["all"]),
+        **{f"{stage}_us": float(np.median(blocks[stage].mean(axis=1))) for stage in STAGES},
     }
 
 
@@ -204,7 +211,8 @@ def small_call_us() -> float:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    columns = ("path_us", "off_us", "path_p10_us", "path_p95_us", *(f"{stage}_us" for stage in STAGES))
+    totals = ("all_us", "path_us", "off_us", "path_max_us", "off_max_us", "early_us")
+    columns = (*totals, *(f"{stage}_us" for stage in STAGES))
     head = f"{'case':20}{'D':>5}{'S':>4}" + "".join(f"{name.removesuffix('_us'):>13}" for name in columns)
     lines = [
         f"{row['case']:20}{row['sequences']:5}{row['drafts']:4}" + "".join(f"{row[name]:13.1f}" for name in columns)

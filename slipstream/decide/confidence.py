@@ -30,7 +30,11 @@ class Confidence:
 
 
 class ConfidenceStore:
-    """Raw confidence by slot. Grows with the largest slot it meets."""
+    """Raw confidence by slot. Grows with the largest slot it meets.
+
+    In most steps the same requests decode as in the last one. The newest report is therefore kept aside as it came, and
+    goes to its slots when another set of rows is written or read.
+    """
 
     def __init__(self, num_drafts: int, num_slots: int = 0) -> None:
         self.num_drafts = num_drafts  # S
@@ -38,6 +42,7 @@ class ConfidenceStore:
         self._owner_np = np.zeros(
             (5, 0), dtype=np.int64
         )  # generation, uid, decode steps at the draft and after it, length
+        self._newest: _Newest | None = None
         self._grow(num_slots)
 
     def put(self, plan: StepPlan, report: DraftReport) -> None:
@@ -47,7 +52,54 @@ class ConfidenceStore:
         assert length <= self.num_drafts, (length, self.num_drafts)
         if length == 0 or num_decode == 0:
             return
-        slots, signal = self._slots(plan), report.signal_np
+        rows, newest = _rows_of(plan), self._newest
+        if newest is not None and newest.rows != rows:
+            self._write(newest)
+            newest = None
+        new = _Newest(plan, report.signal_np, rows)
+        if newest is not None or self._is_current(new):
+            self._newest = new
+        else:
+            self._newest = None
+            self._write(new)
+
+    def lookup(self, plan: StepPlan) -> Confidence:
+        """What was known before the draft of `plan`: confidence that is one decode step old."""
+        return self._read(plan, steps_ago=1)
+
+    def own(self, plan: StepPlan) -> Confidence:
+        """What the draft of `plan` itself said."""
+        return self._read(plan, steps_ago=0)
+
+    def _read(self, plan: StepPlan, steps_ago: int) -> Confidence:
+        newest = self._newest
+        if newest is not None:
+            if newest.is_of(plan) or newest.rows == _rows_of(plan):
+                return newest.read(plan, steps_ago, self.num_drafts)
+            self._write(newest)
+            self._newest = None
+        num_decode = plan.num_decode
+        slots = self._slots(plan)
+        generation, uid, *steps, length = self._owner_np.take(slots, axis=1)
+        own = (generation == plan.generations_np[:num_decode]) & (uid == plan.uids_np[:num_decode])
+        now, then = plan.decode_steps_np[:num_decode], steps[steps_ago]
+        known = own & (then == now)
+        return Confidence(
+            signal_np=self._signal_np.take(slots, axis=0),
+            lengths_np=length * known,
+            known_np=known,
+            stale_np=own & (then < now),
+        )
+
+    def _is_current(self, new: "_Newest") -> bool:
+        """Whether no slot of it has a newer tenant."""
+        slots = self._slots(new.plan)
+        written = self._owner_np[0].take(slots)
+        return not np.count_nonzero(written > new.plan.generations_np[: new.plan.num_decode])
+
+    def _write(self, new: "_Newest") -> None:
+        plan, signal, num_decode = new.plan, new.signal_np, new.plan.num_decode
+        slots, length = self._slots(plan), signal.shape[1]
         owner = np.empty((5, num_decode), dtype=np.int64)
         owner[0] = plan.generations_np[:num_decode]
         owner[1] = plan.uids_np[:num_decode]
@@ -59,28 +111,6 @@ class ConfidenceStore:
             slots, signal, owner = slots[current], signal[current], owner[:, current]
         self._signal_np[slots, :length] = signal
         self._owner_np[:, slots] = owner
-
-    def lookup(self, plan: StepPlan) -> Confidence:
-        """What was known before the draft of `plan`: confidence that is one decode step old."""
-        return self._read(plan, after_draft=True)
-
-    def own(self, plan: StepPlan) -> Confidence:
-        """What the draft of `plan` itself said."""
-        return self._read(plan, after_draft=False)
-
-    def _read(self, plan: StepPlan, after_draft: bool) -> Confidence:
-        num_decode = plan.num_decode
-        slots = self._slots(plan)
-        generation, uid, *steps, length = self._owner_np.take(slots, axis=1)
-        own = (generation == plan.generations_np[:num_decode]) & (uid == plan.uids_np[:num_decode])
-        now, then = plan.decode_steps_np[:num_decode], steps[after_draft]
-        known = own & (then == now)
-        return Confidence(
-            signal_np=self._signal_np.take(slots, axis=0),
-            lengths_np=length * known,
-            known_np=known,
-            stale_np=own & (then < now),
-        )
 
     def _slots(self, plan: StepPlan) -> NDArray[np.int32]:
         """[D] slots of the sequences that decode, all of them within the store."""
@@ -96,3 +126,34 @@ class ConfidenceStore:
             nobody = np.full((5, missing), -1, dtype=np.int64)
             self._owner_np = np.concatenate([self._owner_np, nobody], axis=1)
             self._signal_np = np.concatenate([self._signal_np, np.zeros((missing, self.num_drafts), dtype=np.float32)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Newest:
+    """A report whose rows have no newer tenant."""
+
+    plan: StepPlan
+    signal_np: Floats  # [D, d]
+    rows: bytes  # of its plan, see `_rows_of`
+
+    def is_of(self, plan: StepPlan) -> bool:
+        """Whether it is the same step's plan."""
+        return self.plan.step == plan.step and self.plan.slots_np is plan.slots_np
+
+    def read(self, plan: StepPlan, steps_ago: int, num_drafts: int) -> Confidence:
+        """What is known to a plan of the same rows."""
+        num_decode, length = self.signal_np.shape
+        age = plan.decode_steps_np[:num_decode] - self.plan.decode_steps_np[:num_decode]
+        known, signal = age == steps_ago, self.signal_np
+        if length < num_drafts:
+            signal = np.zeros((num_decode, num_drafts), dtype=np.float32)
+            signal[:, :length] = self.signal_np
+        return Confidence(
+            signal_np=signal, lengths_np=np.int64(length) * known, known_np=known, stale_np=age > steps_ago
+        )
+
+
+def _rows_of(plan: StepPlan) -> bytes:
+    """Slots, generations and requests of the sequences that decode."""
+    count = plan.num_decode
+    return plan.slots_np[:count].tobytes() + plan.generations_np[:count].tobytes() + plan.uids_np[:count].tobytes()

@@ -73,14 +73,15 @@ class CostModel:
     NOISE = 0.15**2  # variance of an observation's logarithm
     PART_VARIANCE, COMMON_VARIANCE = 0.3**2, 0.7**2  # before anything was observed
     PART_BOUND, COMMON_BOUND = math.log(2.0), math.log(4.0)
-    FORGET = 5e-4  # per observation
-    REFRESH = 16  # observations between two rebuilds of the corrected model
+    FORGET = 5e-4  # per step
+    REFRESH = 16  # steps between two rebuilds of the corrected model
 
     def __init__(self, step: StepCost, draft: DraftTimes | None = None, *, corrects: bool = True) -> None:
         self.fitted = step
         self.fitted_draft = draft or DraftTimes.constant(0.0)
         self.corrects = corrects
         self.num_observed = 0
+        self._steps_since_refresh = 0
         num_parts = len(step.parts(1, 0.0, 0.0))
         self._prior_np = np.array([self.PART_VARIANCE] * (num_parts + 1) + [self.COMMON_VARIANCE])
         self._bound_np = np.array([self.PART_BOUND] * (num_parts + 1) + [self.COMMON_BOUND])
@@ -119,10 +120,12 @@ class CostModel:
         kv: float = 0.0,
         draft_length: int = 0,
         num_sequences: int = 1,
+        steps: int = 1,
     ) -> None:
         """Learn from a whole step: its draft, if it had one, and `rows` target rows took `measured_ms`.
 
-        kv_rows is the sum of (given + w) * kv, kv the sum of kv. Values that cannot be times are ignored.
+        kv_rows is the sum of (given + w) * kv, kv the sum of kv. `steps`: how many went by since the last observation,
+        this one included; they are forgotten by, but it is one observation. Values that cannot be times are ignored.
         """
         if not self.corrects or not math.isfinite(measured_ms) or measured_ms <= 0 or rows < 1:
             return
@@ -136,15 +139,17 @@ class CostModel:
             return
         parts /= predicted
         weight[-1] = 1.0
-        self._follow(weight, max(-self.MAX_ERROR, min(self.MAX_ERROR, math.log(measured_ms / predicted))))
+        self._follow(weight, max(-self.MAX_ERROR, min(self.MAX_ERROR, math.log(measured_ms / predicted))), steps)
         self.num_observed += 1
-        if self.num_observed % self.REFRESH == 0:
+        self._steps_since_refresh += steps
+        if self._steps_since_refresh >= self.REFRESH:
+            self._steps_since_refresh = 0
             self._step = self.fitted.scaled(self.factors[:-1])
             self._draft_factor = float(self.factors[-1])
 
-    def _follow(self, weight: Floats, error: float) -> None:
+    def _follow(self, weight: Floats, error: float, steps: int) -> None:
         """One step of the filter: `error` of the log time, to which each log factor contributes by its `weight`."""
-        kept = 1 - self.FORGET
+        kept = (1 - self.FORGET) ** steps
         log, covariance, bound = self._log_np, self._covariance_np, self._bound_np
         log *= kept
         covariance *= kept * kept

@@ -2,7 +2,8 @@
 
 The engine calls, per step and in this order, `draft_length`, `observe` (once the step's confidence is on the host),
 `decide` and `learn` (once its result is); `waits_for` tells it whether `decide` needs this step's confidence, the last
-step's, or none. Nothing here knows a clock or a device, and the engine never asks which mode a policy is. Text does not
+step's, or none. What need not happen in every step does not: lessons, the draft length and the correction of the cost
+model wait a few steps each. Nothing here knows a clock or a device, and the engine never asks which mode a policy is. Text does not
 depend on any of it. Letters in shapes: B sequences, D of them decode, S positions, d the draft length.
 """
 
@@ -20,7 +21,8 @@ from slipstream.decide import controller
 from slipstream.decide.confidence import Confidence, ConfidenceStore
 from slipstream.decide.controller import Candidates, DecisionRecord, Problem
 from slipstream.decide.cost import CostModel, TableCost
-from slipstream.decide.survival import Calibration, SurvivalModel, survival_of
+from slipstream.decide.lessons import Lessons, Sighting
+from slipstream.decide.survival import Calibration, SurvivalModel
 from slipstream.errors import ConfigError
 from slipstream.plan import Decision, DraftReport, StepPlan, StepResult
 
@@ -37,7 +39,11 @@ WARM_UP = 32  # rows that are drafted in full before anything is skipped: the pr
 SKIPS_BEFORE_PROBE = 16  # steps without a draft
 SHORTS_BEFORE_PROBE = 32  # steps with a shortened one: late positions are relearned now and then
 PROBE_SPACING = 4  # steps between two probes for a change of batch size, which may change in every step
-MAX_UNPAIRED = 8  # steps whose report or result waits for the other half
+CHOICE_SPACING = 4  # steps for which a draft length is kept
+MUCH = 1 / 8  # of the drafts that may be verified: a change by more has the draft length chosen anew
+TIMED_EARLY = 64  # steps at the start that all correct the cost model
+TIMED_SHARE = 0.25  # of later ones
+TURN = 0.6180339887498949  # golden ratio: multiples, modulo 1, fall evenly, and into step with no rhythm of the steps
 
 log = logging.getLogger(__name__)
 
@@ -132,8 +138,8 @@ class Adaptive:
         self._on_record = on_record
         self._lengths = _DraftLengths(num_drafts)
         self._expected: _Expected | None = None  # memo of `_expect`, until more is known
-        self._untaught: list[_Sighting] = []
-        self._unpaired: dict[int, _Half] = {}
+        self._lessons = Lessons()
+        self._timing = _Timing()
 
     @property
     def waits_for(self) -> WaitsFor:
@@ -154,8 +160,10 @@ class Adaptive:
             return 0
         if self.cost is None:
             return self.num_drafts
-        probes = self._lengths.probes(plan.num_decode)
-        return self._lengths.chosen(self.num_drafts if probes else self._best_length(plan, self.cost), probes)
+        lengths, allowed = self._lengths, int(np.add.reduce(plan.caps_np))
+        if lengths.probes(plan.num_decode):
+            return lengths.probed()
+        return lengths.kept() if lengths.keeps(allowed) else lengths.chosen(self._best_length(plan, self.cost), allowed)
 
     def _best_length(self, plan: StepPlan, cost: CostModel) -> int:
         """The size with the best expected rate, each at its own best budget, as far as the last step lets one see."""
@@ -236,29 +244,26 @@ class Adaptive:
     # ------------------------------------------------------------------------------------------------------ learning
 
     def observe(self, plan: StepPlan, report: DraftReport) -> None:
-        """Only stores; teaching waits for `learn`, which is off the path from a draft to its decision.
+        """Only stores; teaching is left to `learn`, which is off the path from a draft to its decision.
 
         So no decision depends on its own step through what is learned, either.
         """
-        self._teach_sightings()
         if report.signal_np.size == 0:
             return
-        # Where no draft may be verified, the drafter may be past its last position, and what it says is noise.
-        teaches = (plan.caps_np > 0)[: plan.num_decode] & plan.teaches_np[: plan.num_decode]
         expected, self._expected = self._expected, None
         lagged = expected.confidence if expected and expected.is_of(plan) else self.store.lookup(plan)
         self.store.put(plan, report)
-        sighting = _Sighting(_classes(plan), report.signal_np, lagged, teaches)
-        self._untaught.append(sighting)
-        self._pair(plan.step, _Half(sighting=sighting))
+        self._lessons.see(Sighting(plan, report, lagged))
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
-        self._teach_sightings()
+        """Teaches every few steps, see `lessons`; early ones at once."""
         if plan.num_decode and plan.draft_length:
-            self._pair(plan.step, _Half(result=result))
+            self._lessons.hear(result)
+        self._lessons.teach_when_due(self.survival)
 
     def timed(self, plan: StepPlan, decision: Decision, measured_ms: float) -> None:
-        if self.cost is None:
+        """A part of the steps corrects the cost model; how many went by is told with it."""
+        if self.cost is None or not (steps := self._timing.steps_if_due()):
             return
         kv = plan.context_upper_bound_np.astype(np.float64)
         rows = plan.num_given_np.astype(np.float64)
@@ -276,73 +281,14 @@ class Adaptive:
             kv=float(np.add.reduce(kv)),
             draft_length=plan.draft_length,
             num_sequences=plan.num_decode,
+            steps=steps,
         )
-        if self._causal and not self._budget:
+        if self._causal and not self._budget and plan.any_sampled:
             self.cost.step.hull()  # kept by the price; made here, a decision need not wait for it
-
-    def _teach_sightings(self) -> None:
-        """Lag map and prior, from every report that came in since the last call."""
-        for seen in self._untaught:
-            survival, count = survival_of(self._confidence(seen)), len(seen.class_np)
-            fresh, lagged = survival[:count], survival[count:]
-            self.survival.teach_survival(fresh, lagged, seen.lagged.lengths_np, seen.class_np, seen.teaches_np)
-        self._untaught.clear()
-
-    def _confidence(self, seen: "_Sighting") -> Floats:
-        """[2D, d] of the report's rows and then of the lagged ones, by the calibration of now; made once while that stays."""
-        model, length = self.survival, seen.signal_np.shape[1]
-        if seen.calibrated is None or seen.calibrated[0] is not model.calibration_np:
-            if length == self.num_drafts:
-                signals, classes = (seen.signal_np, seen.lagged.signal_np), (seen.class_np, seen.class_np)
-                both = model.confidence(np.concatenate(signals), np.concatenate(classes))
-            else:
-                lagged = model.confidence(seen.lagged.signal_np, seen.class_np)[:, :length]
-                both = np.concatenate([model.confidence(seen.signal_np, seen.class_np), lagged])
-            seen.calibrated = model.calibration_np, both
-        return seen.calibrated[1]
-
-    def _pair(self, step: int, half: "_Half") -> None:
-        """Bring a step's confidence and its outcome together, whichever comes first, and teach from the two."""
-        other = self._unpaired.pop(step, None)
-        if other is None:
-            self._unpaired[step] = half
-            while len(self._unpaired) > MAX_UNPAIRED:
-                self._unpaired.pop(next(iter(self._unpaired)))
-            return
-        seen, result = half.sighting or other.sighting, half.result or other.result
-        if seen is None or result is None:
-            return
-        num_decode = len(seen.class_np)
-        self.survival.teach_outcomes(
-            self._confidence(seen)[:num_decode],
-            result.widths_np[:num_decode],
-            result.num_accepted_np[:num_decode],
-            seen.class_np,
-            seen.teaches_np & ~result.invalid_np[:num_decode],
-        )
-
-
-@dataclass(slots=True, eq=False)
-class _Sighting:
-    """A report with what was known of the same rows before it."""
-
-    class_np: Ints  # [D]
-    signal_np: Float32s  # [D, d]
-    lagged: Confidence
-    teaches_np: Bools  # [D]
-    calibrated: tuple[Float32s, Floats] | None = None  # a calibration and the confidences [2D, d] by it
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Half:
-    """A step's report or its result."""
-
-    sighting: _Sighting | None = None
-    result: StepResult | None = None
 
 
 class _DraftLengths:
-    """Which draft lengths there are, and when one of full length is drafted only to see."""
+    """Which draft lengths there are, how long one is kept, and when one of full length is drafted only to see."""
 
     def __init__(self, num_drafts: int) -> None:
         self.sizes = draft_lengths(num_drafts)
@@ -353,6 +299,9 @@ class _DraftLengths:
         self._shortened = 0
         self._since_probe = PROBE_SPACING
         self._changed = False
+        self._choice = 0  # the last length that was chosen, ...
+        self._num_allowed = 0  # ... the drafts that might be verified then, ...
+        self._age = CHOICE_SPACING  # ... and the steps it served for
 
     def probes(self, num_decode: int) -> bool:
         self._changed |= num_decode != self._num_decode
@@ -362,14 +311,48 @@ class _DraftLengths:
             due or self._seen < WARM_UP or self._skipped >= SKIPS_BEFORE_PROBE or self._shortened >= SHORTS_BEFORE_PROBE
         )
 
-    def chosen(self, length: int, probed: bool) -> int:
+    def probed(self) -> int:
+        """Full length; after it, with more known, the length is chosen anew."""
+        self._age = CHOICE_SPACING
+        self._since_probe = -1
+        return self._counted(self._full)
+
+    def keeps(self, num_allowed: int) -> bool:
+        """Whether the last choice still serves, with `num_allowed` drafts that may be verified (the sum of the caps)."""
+        return self._age < CHOICE_SPACING and abs(num_allowed - self._num_allowed) <= MUCH * self._num_allowed
+
+    def kept(self) -> int:
+        self._age += 1
+        return self._counted(self._choice)
+
+    def chosen(self, length: int, num_allowed: int) -> int:
+        self._choice, self._num_allowed, self._age = length, num_allowed, 1
+        return self._counted(length)
+
+    def _counted(self, length: int) -> int:
         self._skipped = self._skipped + 1 if length == 0 else 0
         self._shortened = self._shortened + 1 if length < self._full else 0
-        self._since_probe = 0 if probed else self._since_probe + 1
+        self._since_probe += 1
         if length == self._full:
             self._changed = False
             self._seen += self._num_decode
         return length
+
+
+class _Timing:
+    """Which steps correct the cost model: all early ones, then a share that no rhythm of the steps can hide from."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._latest = 0
+
+    def steps_if_due(self) -> int:
+        """Called once per step: how many there were since the last that was due, itself included; 0 if it is not."""
+        self._num_steps += 1
+        if self._num_steps > TIMED_EARLY and self._num_steps * TURN % 1.0 >= TIMED_SHARE:
+            return 0
+        steps, self._latest = self._num_steps - self._latest, self._num_steps
+        return steps
 
 
 @dataclass(slots=True, eq=False)

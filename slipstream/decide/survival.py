@@ -4,8 +4,8 @@
         -> (lagged only) lag map -> running minimum
 
 Everything is kept apart for the two classes of requests, greedy (0) and sampled (1). What is learned here changes
-widths, never tokens. It does not know slots, plans or modes; `policy` calls it with rows of one step. Letters in
-shapes: n rows, d positions of a draft, S positions at most.
+widths, never tokens. It does not know slots, plans or modes; `policy` asks it about rows of one step, and `lessons`
+teaches it rows of one step or of a few at once. Letters in shapes: n rows, d positions of a draft, S positions at most.
 """
 
 import json
@@ -37,6 +37,7 @@ MAX_SHIFT, MAX_SHIFT_STEP = 4.0, 1.0
 MAX_TEMPERATURE = sys.float_info.max  # of a file
 LAG_SLOPE = 0.5  # of the lag map before anything is learned
 LAG_VARIANCE = 0.05  # of a lagged survival, by which the prior slope is weighed
+ONE_STEP: Ints = np.zeros(1, dtype=np.int64)  # first rows of the steps of a lesson that is of one step
 
 
 def clean(signal_np: Float32s) -> Floats:
@@ -119,9 +120,16 @@ class SurvivalModel:
         if length <= self._first_moved:
             return raw
         rows = _rows_of(class_np)
-        kept = raw.clip(EDGE, 1 - EDGE)
-        logit = np.log(kept / (1 - kept)) * self._scale_np[rows, :length] + self._shift_np[rows, :length]
-        calibrated: Floats = 1 / (1 + np.exp(-logit))
+        calibrated = np.maximum(raw, EDGE)  # 1 / (1 + exp(-(logit * scale + shift))), in place
+        np.minimum(calibrated, 1 - EDGE, out=calibrated)
+        calibrated /= 1 - calibrated
+        np.log(calibrated, out=calibrated)
+        calibrated *= self._scale_np[rows, :length]
+        calibrated += self._shift_np[rows, :length]
+        np.negative(calibrated, out=calibrated)
+        np.exp(calibrated, out=calibrated)
+        calibrated += 1
+        np.divide(1, calibrated, out=calibrated)
         if np.count_nonzero(raw) < raw.size:
             calibrated[raw == 0.0] = 0.0
         return calibrated
@@ -149,15 +157,25 @@ class SurvivalModel:
         if not self.learns:
             return np.minimum.accumulate(lagged_np, axis=1)
         mapped = self._lag.apply(lagged_np, class_np)
-        mapped.clip(0.0, 1.0, out=mapped)
+        np.maximum(mapped, 0.0, out=mapped)
+        np.minimum(mapped, 1.0, out=mapped)
         return np.minimum.accumulate(mapped, axis=1, out=mapped)
 
     # ----------------------------------------------------------------------------------------------------- learning
 
+    # Rows of several steps may be taught at once: `starts_np` has the first row of each. What was learned before fades
+    # once for every step, the rows of a lesson count alike.
+
     def teach_survival(
-        self, fresh_np: Floats, lagged_np: Floats, lagged_lengths_np: Ints, class_np: Ints, teaches_np: Bools
+        self,
+        fresh_np: Floats,
+        lagged_np: Floats,
+        lagged_lengths_np: Ints,
+        class_np: Ints,
+        teaches_np: Bools,
+        starts_np: Ints = ONE_STEP,
     ) -> None:
-        """One step's fresh survivals [n, d], with the lagged ones [n, d or more] of the same rows (length 0: none).
+        """Fresh survivals [n, d], with the lagged ones [n, d or more] of the same rows (length 0: none).
 
         Every drafted position is there, whatever was verified, so that nothing is learned from a censored outcome.
         """
@@ -165,28 +183,35 @@ class SurvivalModel:
             return
         length = fresh_np.shape[1]
         pairs = np.arange(length) < lagged_lengths_np[:, None]
-        for label, rows in _rows_by_class(class_np, teaches_np):
-            self._teach_prior(label, fresh_np[rows])
-            self._lag.teach(label, lagged_np[rows, :length], fresh_np[rows], pairs[rows])
+        for label, rows, members in _rows_by_class(class_np, teaches_np):
+            self._teach_prior(label, fresh_np[rows], _num_steps(members, starts_np))
+            paired = _num_steps(pairs & members[:, None], starts_np)
+            self._lag.teach(label, lagged_np[rows, :length], fresh_np[rows], pairs[rows], paired)
         self._tabulate_prior()
         self.version += 1
 
-    def _teach_prior(self, label: int, fresh_np: Floats) -> None:
+    def _teach_prior(self, label: int, fresh_np: Floats, num_steps: "int | Ints") -> None:
         count, length = fresh_np.shape
         weight = self._prior_weight_np[label, :length]
-        weight *= DECAY
+        weight *= _faded(num_steps)
         weight += count
         prior = self._prior_np[label, :length]
         prior += (np.add.reduce(fresh_np, axis=0) / count - prior) * (count / weight)
 
     def teach_outcomes(
-        self, confidence_np: Floats, widths_np: AnyInts, accepted_np: AnyInts, class_np: Ints, teaches_np: Bools
+        self,
+        confidence_np: Floats,
+        widths_np: AnyInts,
+        accepted_np: AnyInts,
+        class_np: Ints,
+        teaches_np: Bools,
+        starts_np: Ints = ONE_STEP,
     ) -> None:
-        """What became of one step's drafts, with the confidences [n, d] they were given at the time.
+        """What became of drafts, with the confidences [n, d] they were given at the time.
 
         Position j counts only if it was verified and its prefix accepted; then it was accepted or not. The shift of a
-        (class, position) is the maximum a posteriori of a logistic regression with one weight, followed from step to
-        step by Newton's rule while old outcomes fade; the prior, PRIOR_WEIGHT outcomes at shift 0, does not.
+        (class, position) is the maximum a posteriori of a logistic regression with one weight, followed from lesson to
+        lesson by Newton's rule while old outcomes fade; the prior, PRIOR_WEIGHT outcomes at shift 0, does not.
         """
         if not self.learns:
             return
@@ -199,19 +224,22 @@ class SurvivalModel:
         for label in (rows.start,) if isinstance(rows, slice) else (0, 1):
             trials = counts if isinstance(rows, slice) else counts & (class_np == label)[:, None]
             if trials.any():
-                self._move_shift(label, _sum_where(trials, error), _sum_where(trials, information))
+                num_steps = _num_steps(np.logical_or.reduce(trials, axis=1), starts_np)
+                self._move_shift(label, _sum_where(trials, error), _sum_where(trials, information), num_steps)
         self._tabulate_calibration()
         self.version += 1
 
-    def _move_shift(self, label: int, error_np: Floats, information_np: Floats) -> None:
-        """[d] sums over the outcomes of one step."""
+    def _move_shift(self, label: int, error_np: Floats, information_np: Floats, num_steps: "int | Ints") -> None:
+        """[d] sums over the outcomes of `num_steps` steps."""
+        faded = _faded(num_steps)
         shift = self._shift_np[label, : len(error_np)]
         known = self._information_np[label, : len(error_np)]
-        known *= DECAY
+        known *= faded
         known += information_np
-        step = (error_np - (1 - DECAY) * SHIFT_INFORMATION * shift) / (known + SHIFT_INFORMATION)
-        shift += step.clip(-MAX_SHIFT_STEP, MAX_SHIFT_STEP)
-        shift.clip(-MAX_SHIFT, MAX_SHIFT, out=shift)
+        step = (error_np - (1 - faded) * SHIFT_INFORMATION * shift) / (known + SHIFT_INFORMATION)
+        shift += np.minimum(np.maximum(step, -MAX_SHIFT_STEP), MAX_SHIFT_STEP)
+        np.maximum(shift, -MAX_SHIFT, out=shift)
+        np.minimum(shift, MAX_SHIFT, out=shift)
 
 
 def survival_of(confidence_np: Floats) -> Floats:
@@ -220,13 +248,26 @@ def survival_of(confidence_np: Floats) -> Floats:
     return survival
 
 
-def _rows_by_class(class_np: Ints, teaches_np: Bools) -> "list[tuple[int, slice | Ints]]":
-    """(class, index of its rows that teach), of classes that have any."""
+def _rows_by_class(class_np: Ints, teaches_np: Bools) -> "list[tuple[int, slice | Ints, Bools]]":
+    """(class, index of its rows that teach, the same as a mask), of classes that have any."""
     rows = _rows_of(class_np)
     if isinstance(rows, slice) and teaches_np.all():
-        return [(rows.start, slice(None))] if len(class_np) else []
-    found = [(label, np.flatnonzero((class_np == label) & teaches_np)) for label in (0, 1)]
-    return [(label, rows) for label, rows in found if len(rows)]
+        return [(rows.start, slice(None), teaches_np)] if len(class_np) else []
+    masks = [(label, (class_np == label) & teaches_np) for label in (0, 1)]
+    return [(label, np.flatnonzero(mask), mask) for label, mask in masks if mask.any()]
+
+
+def _num_steps(mask_np: Bools, starts_np: Ints) -> "int | Ints":
+    """In how many steps the mask [n] or [n, d] holds anywhere, per column; in a lesson of one step it is 1."""
+    if len(starts_np) == 1:
+        return 1
+    num_steps: Ints = np.add.reduce(np.logical_or.reduceat(mask_np, starts_np, axis=0), axis=0, dtype=np.int64)
+    return num_steps
+
+
+def _faded(num_steps: "int | Ints") -> Any:
+    """What is left of a weight after so many steps; of the shape of `num_steps`."""
+    return np.power(DECAY, num_steps)
 
 
 def _sum_where(mask_np: Bools, values_np: Floats) -> Floats:
@@ -275,14 +316,15 @@ class _LagMap:
         mapped += self._base_np[rows]
         return mapped
 
-    def teach(self, label: int, lagged_np: Floats, fresh_np: Floats, pairs_np: Bools) -> None:
-        """`pairs_np` [n, d]: where both survivals are there."""
+    def teach(self, label: int, lagged_np: Floats, fresh_np: Floats, pairs_np: Bools, num_steps: "int | Ints") -> None:
+        """`pairs_np` [n, d]: where both survivals are there; `num_steps` [d]: in how many steps they are."""
         xy = np.empty((2, *fresh_np.T.shape))  # [2, d, n]: sums run along memory
         xy[0], xy[1] = lagged_np.T, fresh_np.T
+        faded = np.broadcast_to(_faded(num_steps), xy.shape[1:2])
         if np.count_nonzero(pairs_np) == pairs_np.size:
             mean = np.add.reduce(xy, axis=2) / len(pairs_np)
             off = xy - mean[:, :, None]
-            self._merge(label, slice(0, xy.shape[1]), len(pairs_np), mean, np.add.reduce(off[0] * off, axis=2))
+            self._merge(label, slice(0, xy.shape[1]), len(pairs_np), mean, np.add.reduce(off[0] * off, axis=2), faded)
             return
         pairs = np.ascontiguousarray(pairs_np.T)
         count = np.add.reduce(pairs, axis=1, dtype=np.int64)
@@ -290,17 +332,19 @@ class _LagMap:
         xy, pairs, count = xy[:, positions], pairs[positions], count[positions]
         mean = np.add.reduce(np.where(pairs, xy, 0.0), axis=2) / count
         off = np.where(pairs, xy - mean[:, :, None], 0.0)
-        self._merge(label, positions, count, mean, np.add.reduce(off[0] * off, axis=2))
+        self._merge(label, positions, count, mean, np.add.reduce(off[0] * off, axis=2), faded[positions])
 
-    def _merge(self, label: int, at: "slice | Ints", count: "int | Ints", mean: Floats, total: Floats) -> None:
+    def _merge(
+        self, label: int, at: "slice | Ints", count: "int | Ints", mean: Floats, total: Floats, faded: Floats
+    ) -> None:
         """Add `count` pairs with their means [2, d] and centred sums [2, d] to what was seen before, which fades."""
-        old = self._weight_np[label, at] * DECAY
+        old = self._weight_np[label, at] * faded
         new = old + count
         off = mean - self._mean_np[:, label, at]
-        self._sum_np[:, label, at] = self._sum_np[:, label, at] * DECAY + total + (old * count / new) * off[0] * off
+        self._sum_np[:, label, at] = self._sum_np[:, label, at] * faded + total + (old * count / new) * off[0] * off
         self._mean_np[:, label, at] += off * (count / new)
         self._weight_np[label, at] = new
-        self._start_weight_np[label, at] *= DECAY
+        self._start_weight_np[label, at] *= faded
         self._tabulate()
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from slipstream.config import SpeculativeConfig
+from slipstream.decide import lessons
 from slipstream.decide import policy as policies
 from slipstream.decide.controller import DecisionRecord, replay
 from slipstream.decide.cost import CostModel, DraftTimes, LinearCost, TableCost
@@ -31,9 +32,15 @@ def made(mode, cost=LINEAR, *, num_drafts=S, draft_ms=0.0, learns=False, fixed_l
     model = None if cost is None else CostModel(cost, DraftTimes.constant(draft_ms))
     policy, _ = make_policy(config, num_drafts=num_drafts, cost=model, learns=learns, **other)
     if fixed_length and isinstance(policy, Adaptive):
-        policy._lengths.sizes = [num_drafts]
+        drafts_only(policy, num_drafts)
         policy._lengths._seen = policies.WARM_UP
     return policy
+
+
+def drafts_only(policy, length):
+    """From the next step on there is one draft length to choose."""
+    policy._lengths.sizes = [length]
+    policy._lengths._age = policies.CHOICE_SPACING
 
 
 @dataclass
@@ -309,7 +316,7 @@ def test_fault_2_each_outcome_is_paired_with_its_own_proposal(mode, overlap):
 
     policy.survival.teach_outcomes = spy
     for step in range(40):
-        policy._lengths.sizes = [S if step % 2 == 0 else 0]
+        drafts_only(policy, S if step % 2 == 0 else 0)
         policy._lengths._changed = False
         policy._lengths._skipped = 0
         sure = step % 4 == 0
@@ -447,7 +454,7 @@ def test_what_is_verified_corrects_the_confidence(mode, overlap):
     assert policy.survival.confidence(told, np.array([0]))[0, 0] == pytest.approx(0.9, abs=0.04)
     np.testing.assert_allclose(policy.survival.confidence(told, np.array([1])), 0.5)
     assert drive.decisions[-1].widths_np.mean() > drive.decisions[3].widths_np.mean()
-    assert len(policy._unpaired) <= 2
+    assert len(policy._lessons._unpaired) <= 2
 
 
 def test_width_does_not_ratchet_down():
@@ -479,8 +486,8 @@ def test_halves_that_never_meet_are_dropped():
     for step in range(50):
         plan = plan_of(step, [Row(0, 1, decode_steps=step)])
         policy.observe(plan, report_of(plan, 0.5))
-    assert len(policy._unpaired) <= policies.MAX_UNPAIRED
-    assert len(policy._untaught) <= 1
+    assert len(policy._lessons._unpaired) <= lessons.MAX_UNPAIRED
+    assert len(policy._lessons._sightings) <= 2 * lessons.STEPS
 
 
 def test_calibration_reaches_decisions_and_the_device(tmp_path):
@@ -493,7 +500,7 @@ def test_calibration_reaches_decisions_and_the_device(tmp_path):
     plain = made("adaptive")
     confidence = [0.6, 0.6, 0.6, 0.6]
     for each in (policy, plain):
-        each._lengths.sizes = [S]
+        drafts_only(each, S)
     assert sum(Drive(policy).widths([Row(0, 1)], confidence)) > sum(Drive(plain).widths([Row(0, 1)], confidence))
     greedy, sampled = Row(0, 1), Row(1, 2, sampled=True)
     widths = Drive(policy).widths([greedy, sampled], [confidence, confidence])
@@ -572,10 +579,10 @@ def test_after_a_step_without_a_draft_the_prior_decides():
     policy = made("lag", LinearCost(2.0, 0.5), learns=False)
     drive, rows = Drive(policy), [Row(0, 1)]
     drive.step(rows, asks_for(2))
-    policy._lengths.sizes = [0]
+    drafts_only(policy, 0)
     drive.step(rows, asks_for(2))
     assert drive.decisions[-1].widths_np.tolist() == [0]
-    policy._lengths.sizes = [S]
+    drafts_only(policy, S)
     drive.step([*rows, Row(1, 2)], asks_for(2))
     # not 2, what was said two steps ago; not S, as for the newcomer; prior .5 pays and .25 does not
     assert drive.decisions[-1].widths_np.tolist() == [1, S]
