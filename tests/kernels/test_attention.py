@@ -196,6 +196,18 @@ def test_the_usual_launch_gives_the_same_rows_in_any_tiling(dtype: torch.dtype, 
         assert_close(run_paged(step, step.tiles(block_q, num_splits), None, space, None), step.expected(None))
 
 
+def test_more_splits_than_are_merged_at_a_time(dtype: torch.dtype, device: str) -> None:
+    shape = Shape(num_kv_heads=1, group=2, head_dim=16)
+    step, space = Step(shape, [1500, 40], [2, 1], dtype, device), workspace(shape, 2, device)
+    for _ in range(2):
+        assert_close(run_paged(step, step.tiles(2, 9), None, space, TINY_LAUNCH), step.expected(None))
+        assert not bool(space.arrivals.any())
+    used = (
+        space.stats[: 4 * 9 * 32].view(4, 9, 16, 2)[:, :, 0].isfinite().all(-1).sum(1)
+    )  # of the programs of each tile
+    assert sorted(used.tolist()) == [0, 0, 3, 9]
+
+
 def test_a_row_that_is_not_finite_spoils_itself_alone(dtype: torch.dtype, device: str) -> None:
     shape = Shape()
     step, space = Step(shape, [20, 9], [4, 2], dtype, device), workspace(shape, 4, device)

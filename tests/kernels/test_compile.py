@@ -18,7 +18,7 @@ import pytest
 import torch
 
 # Part -> kernel -> variants that it may have over the calls below. Start-up compiles all that a run needs: few is a
-# promise, kept for one engine at a time.
+# promise.
 VARIANTS = {
     "batch": {"_admit": 1, "_write_pages": 1, "_layout": 1, "_fill": 1, "_draft_inputs": 1, "_rank": 2},
     "networks": {"_attention_kernel": 6, "_rope_kernel": 3, "_context_kernel": 1},
