@@ -147,10 +147,18 @@ def _run(
         GROUP=group, HEAD_DIM=head_dim, NUM_KV_HEADS=num_kv_heads, PAGE_SIZE=page_size, ROWS=packed_rows, DIM=padded_dim,
         BLOCK_N=launch.block_n, HAS_WINDOW=window is not None,
         OWN_N=0 if own is None else max(16, triton.next_power_of_2(tiles.block_q)),
-        # Splits loaded at a time when they are merged: into 128 registers, which the main loop has for its sums anyway.
-        MERGED=max(1, min(FIRST_SPLITS, 128 * 32 * launch.num_warps // (packed_rows * padded_dim))),
+        MERGED=_merged(packed_rows * padded_dim, launch),
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
+
+
+def _merged(size: int, launch: Launch) -> int:
+    """Splits of `size` sums that are loaded at a time when they are merged: what fits into 128 registers of a thread.
+
+    Launches of few warps are for a full GPU, which hardly splits; there registers decide how many programs it holds.
+    """
+    registers = 128 if launch.num_warps >= 4 else 32
+    return max(1, min(FIRST_SPLITS, registers * 32 * launch.num_warps // size))
 
 
 def choose_launch(packed_rows: int, head_dim: int, dtype: torch.dtype, pairs: int) -> Launch:
