@@ -148,9 +148,7 @@ class _Newest:
         if length < num_drafts:
             signal = np.zeros((num_decode, num_drafts), dtype=np.float32)
             signal[:, :length] = self.signal_np
-        return Confidence(
-            signal_np=signal, lengths_np=np.int64(length) * known, known_np=known, stale_np=age > steps_ago
-        )
+        return Confidence(signal_np=signal, lengths_np=known * length, known_np=known, stale_np=age > steps_ago)
 
 
 def _rows_of(plan: StepPlan) -> bytes:

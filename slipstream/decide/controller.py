@@ -58,6 +58,8 @@ def decide_widths(problem: Problem, order: "Candidates | None" = None) -> Ints:
     if problem.rule == "greedy":
         return _greedy(problem)
     base = _full_width_of_unknown(problem)
+    if problem.survival_np.size <= FEW:
+        return _first_of_few(problem, base)
     candidates = _candidates(problem, base, order)
     if problem.rule == "hull":
         return base + candidates.widths_of_first(_on_hull(problem, base, candidates))
@@ -68,7 +70,9 @@ def decide_widths(problem: Problem, order: "Candidates | None" = None) -> Ints:
 def decide_budget(problem: Problem, order: "Candidates | None" = None) -> int:
     """K, the number of drafts to verify in the whole step, unknown rows among them with their prior."""
     assert problem.rule == "budget", problem.rule
-    base = np.zeros_like(problem.caps_np)
+    base = np.zeros(len(problem.caps_np), dtype=np.int64)
+    if problem.survival_np.size <= FEW:
+        return int(np.add.reduce(_first_of_few(problem, base)))
     return int(_rates(problem, base, order or rank_candidates(problem.survival_np, problem.caps_np)).argmax())
 
 
@@ -90,7 +94,7 @@ def best_rate_by_length(
     base_ms = float(curve[0]) + _kv_ms(cost, given_np, kv_np)
     ms_of_count = base_ms + (curve - curve[0])
     gains = candidates.gains(cost, kv_np)
-    best = _best_side_by_side if len(gains) <= WIDE else _best_in_turn
+    best = _best_of_few if len(gains) <= FEW else _best_side_by_side if len(gains) <= WIDE else _best_in_turn
     # Candidates within a length are those of a flat index below a limit.
     limits = {length * candidates.shape[0]: draft_ms for length, draft_ms in draft_ms_by_length.items()}
     rates = best(candidates.flat_np, gains, ms_of_count, num_emitting, limits)
@@ -98,10 +102,26 @@ def best_rate_by_length(
     return dict(zip(draft_ms_by_length, map(max, none, rates), strict=True))
 
 
+def _best_of_few(
+    flat: Ints, gains: Pairs, ms_of_count: Floats, num_emitting: int, draft_ms: dict[int, float]
+) -> list[float]:
+    """The best rate with candidates below each limit, by a loop over them."""
+    candidates, ms_of = list(zip(flat.tolist(), gains.tolist(), strict=True)), ms_of_count.tolist()
+    best = dict.fromkeys(draft_ms, 0.0)
+    for limit, draft in draft_ms.items():
+        sums, count = 0j, 0
+        for place, gain in candidates:
+            if place < limit:
+                sums, count = sums + gain, count + 1
+                rate = (num_emitting + sums.real) / max(draft + (ms_of[count] + sums.imag), MIN_MS)
+                best[limit] = max(best[limit], rate)
+    return list(best.values())
+
+
 def _best_side_by_side(
     flat: Ints, gains: Pairs, ms_of_count: Floats, num_emitting: int, draft_ms: dict[int, float]
 ) -> list[float]:
-    """The best rate with candidates below each limit, all limits at once, what they cut off being 0: fewest calls."""
+    """The same, all limits at once, what they cut off being 0: fewest calls."""
     within = flat < np.array(list(draft_ms))[:, None]  # [limits, N]
     sums = np.add.accumulate(within * gains, axis=1)
     ms = ms_of_count.take(np.add.accumulate(within, axis=1, dtype=np.int64)) + sums.imag
@@ -198,7 +218,7 @@ def _descending(values: Floats) -> Ints:
 
 def _full_width_of_unknown(problem: Problem) -> Ints:
     if not np.count_nonzero(problem.unknown_np):
-        return np.zeros_like(problem.caps_np)
+        return np.zeros(len(problem.caps_np), dtype=np.int64)
     return np.where(problem.unknown_np, np.minimum(problem.caps_np, problem.survival_np.shape[1]), 0)
 
 
@@ -285,14 +305,41 @@ def _greedy(problem: Problem) -> Ints:
     return widths
 
 
+def _few_in_order(problem: Problem, base: list[int]) -> list[tuple[float, int, int]]:
+    """(-survival, position, sequence) of the candidates of the sequences that `base` does not decide already."""
+    rows = enumerate(zip(problem.survival_np.tolist(), problem.caps_np.tolist(), strict=True))
+    return sorted((-a, j, i) for i, (row, cap) in rows if not base[i] for j, a in enumerate(row[: max(cap, 0)]))
+
+
+def _first_of_few(problem: Problem, base: Ints) -> Ints:
+    """[B] widths by the rules other than `greedy`: as `_rates` and what follows it, by a loop over the candidates."""
+    widths, hull = base.tolist(), problem.rule == "hull"
+    cost, candidates = problem.cost.hull() if hull else problem.cost, _few_in_order(problem, widths)
+    rows_np = problem.given_np + base
+    curve: list[float] = cost.curve(int(np.add.reduce(rows_np)), len(candidates) + 1).tolist()
+    base_ms, draft_ms = curve[0] + _kv_ms(cost, rows_np, problem.kv_np), max(problem.draft_ms, MIN_MS)
+    price = [cost.c2 * kv for kv in problem.kv_np.tolist()]
+    tokens, kv_ms, best, best_rate = _accepted_in(problem, base), 0.0, 0, 0.0
+    for count, ms in enumerate(curve):
+        if count:
+            minus_survival, _, i = candidates[count - 1]
+            tokens, kv_ms = tokens - minus_survival, kv_ms + price[i]
+        rate = (problem.num_emitting + tokens) / (draft_ms + max((base_ms + (ms - curve[0])) + kv_ms, MIN_MS))
+        if count == 0 or rate > best_rate:
+            best, best_rate = count, rate
+        elif hull:
+            break
+    for _, _, i in candidates[:best]:
+        widths[i] += 1
+    return np.array(widths, dtype=np.int64)
+
+
 def _one_by_one(problem: Problem, base: Ints, price: Floats, accepted: float, base_ms: float) -> Ints:
     """[B] widths by the rule as it is defined: one candidate after the other."""
-    widths, caps, prices, unknown = base.tolist(), problem.caps_np.tolist(), price.tolist(), (base > 0).tolist()
+    widths, prices = base.tolist(), price.tolist()
     draft_ms, time_ms, emitting = max(problem.draft_ms, MIN_MS), base_ms, problem.num_emitting
-    rows = enumerate(problem.survival_np.tolist())
-    candidates = sorted((-a, j, i) for i, row in rows if not unknown[i] for j, a in enumerate(row[: max(caps[i], 0)]))
     rate = (emitting + accepted) / (draft_ms + max(time_ms, MIN_MS))
-    for minus_survival, position, i in candidates:
+    for minus_survival, position, i in _few_in_order(problem, widths):
         if position != widths[i]:
             continue
         tokens, ms = emitting + (accepted - minus_survival), time_ms + prices[i]

@@ -110,30 +110,15 @@ def _runs_of_outcomes(outcomes: list[Outcome]) -> list[list[Outcome]]:
 
 
 def _teach_survivals(model: SurvivalModel, seen: list[Sighting]) -> None:
-    """Prior and lag map.
-
-    What was known before a report mostly is the report before it: then the same confidences serve both.
-    """
+    """Prior and lag map."""
     length, classes, starts = seen[0].length, _classes(seen), _starts(seen)
-    reports = {id(s.report.signal_np) for s in seen}
-    older = [s for s in seen if id(s.lagged.signal_np) not in reports]
-    signals = [s.report.signal_np for s in seen] + [s.lagged.signal_np[:, :length] for s in older]
-    confidence = model.confidence(np.concatenate(signals), _classes([*seen, *older]))
-    survival, by_signal, first = survival_of(confidence), {}, 0
-    for sighting, signal in [(s, s.report.signal_np) for s in seen] + [(s, s.lagged.signal_np) for s in older]:
-        rows = slice(first, first + sighting.plan.num_decode)
-        if signal is sighting.report.signal_np:
-            sighting.confidence_np = confidence[rows]
-        by_signal[id(signal)] = survival[rows]
-        first = rows.stop
-    model.teach_survival(
-        survival[: len(classes)],
-        np.concatenate([by_signal[id(s.lagged.signal_np)] for s in seen]),
-        np.concatenate([s.lagged.lengths_np for s in seen]),
-        classes,
-        _teaches(seen),
-        starts,
-    )
+    signals = [s.report.signal_np for s in seen] + [s.lagged.signal_np[:, :length] for s in seen]
+    confidence = model.confidence(np.concatenate(signals), np.concatenate([classes, classes]))
+    for sighting, first in zip(seen, starts.tolist(), strict=True):
+        sighting.confidence_np = confidence[first : first + sighting.plan.num_decode]
+    survival, count = survival_of(confidence), len(classes)
+    lengths = np.concatenate([s.lagged.lengths_np for s in seen])
+    model.teach_survival(survival[:count], survival[count:], lengths, classes, _teaches(seen), starts)
 
 
 def _teach_outcomes(model: SurvivalModel, outcomes: list[Outcome]) -> None:

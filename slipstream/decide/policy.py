@@ -3,8 +3,8 @@
 The engine calls, per step and in this order, `draft_length`, `observe` (once the step's confidence is on the host),
 `decide` and `learn` (once its result is); `waits_for` tells it whether `decide` needs this step's confidence, the last
 step's, or none. What need not happen in every step does not: lessons, the draft length and the correction of the cost
-model wait a few steps each. Nothing here knows a clock or a device, and the engine never asks which mode a policy is. Text does not
-depend on any of it. Letters in shapes: B sequences, D of them decode, S positions, d the draft length.
+model wait a few steps each. Nothing here knows a clock or a device, and the engine never asks which mode a policy is.
+Text does not depend on any of it. Letters in shapes: B sequences, D of them decode, S positions, d the draft length.
 """
 
 import logging
@@ -404,8 +404,9 @@ def _over_all(plan: StepPlan, values: NDArray[Number]) -> NDArray[Number]:
 def _caps(plan: StepPlan) -> Ints:
     """[B] most drafts per sequence; never more than were drafted, and none in prefill."""
     caps = np.minimum(plan.caps_np, plan.draft_length).astype(np.int64)
-    caps[plan.num_decode :] = 0
-    return np.maximum(caps, 0)
+    if plan.num_decode < plan.num_sequences:
+        caps[plan.num_decode :] = 0
+    return caps
 
 
 def _classes(plan: StepPlan) -> Ints:

@@ -259,15 +259,21 @@ def _rows_by_class(class_np: Ints, teaches_np: Bools) -> "list[tuple[int, slice 
 
 def _num_steps(mask_np: Bools, starts_np: Ints) -> "int | Ints":
     """In how many steps the mask [n] or [n, d] holds anywhere, per column; in a lesson of one step it is 1."""
-    if len(starts_np) == 1:
-        return 1
+    if len(starts_np) == 1 or np.count_nonzero(mask_np) == mask_np.size:
+        return len(starts_np)
     num_steps: Ints = np.add.reduce(np.logical_or.reduceat(mask_np, starts_np, axis=0), axis=0, dtype=np.int64)
     return num_steps
 
 
-def _faded(num_steps: "int | Ints") -> Any:
+def _faded(num_steps: "int | Ints") -> "float | Floats":
     """What is left of a weight after so many steps; of the shape of `num_steps`."""
-    return np.power(DECAY, num_steps)
+    faded: float | Floats = np.power(DECAY, num_steps)
+    return faded
+
+
+def _at(value: "float | Floats", positions: Ints) -> "float | Floats":
+    """Of values per position, if they are."""
+    return value[positions] if isinstance(value, np.ndarray) else value
 
 
 def _sum_where(mask_np: Bools, values_np: Floats) -> Floats:
@@ -320,7 +326,7 @@ class _LagMap:
         """`pairs_np` [n, d]: where both survivals are there; `num_steps` [d]: in how many steps they are."""
         xy = np.empty((2, *fresh_np.T.shape))  # [2, d, n]: sums run along memory
         xy[0], xy[1] = lagged_np.T, fresh_np.T
-        faded = np.broadcast_to(_faded(num_steps), xy.shape[1:2])
+        faded = _faded(num_steps)
         if np.count_nonzero(pairs_np) == pairs_np.size:
             mean = np.add.reduce(xy, axis=2) / len(pairs_np)
             off = xy - mean[:, :, None]
@@ -332,10 +338,10 @@ class _LagMap:
         xy, pairs, count = xy[:, positions], pairs[positions], count[positions]
         mean = np.add.reduce(np.where(pairs, xy, 0.0), axis=2) / count
         off = np.where(pairs, xy - mean[:, :, None], 0.0)
-        self._merge(label, positions, count, mean, np.add.reduce(off[0] * off, axis=2), faded[positions])
+        self._merge(label, positions, count, mean, np.add.reduce(off[0] * off, axis=2), _at(faded, positions))
 
     def _merge(
-        self, label: int, at: "slice | Ints", count: "int | Ints", mean: Floats, total: Floats, faded: Floats
+        self, label: int, at: "slice | Ints", count: "int | Ints", mean: Floats, total: Floats, faded: "float | Floats"
     ) -> None:
         """Add `count` pairs with their means [2, d] and centred sums [2, d] to what was seen before, which fades."""
         old = self._weight_np[label, at] * faded

@@ -8,6 +8,8 @@ import math
 
 import numpy as np
 
+from slipstream.decide import lessons
+from slipstream.decide import policy as policies
 from slipstream.decide import survival as constants
 from slipstream.decide.controller import MIN_MS
 
@@ -74,13 +76,13 @@ class Filter:
         self.log = np.zeros(num_parts + 2)
         self.covariance = np.diag(self.prior)
 
-    def observe(self, rows, measured_ms, kv_rows, kv, draft_length, num_sequences):
+    def observe(self, rows, measured_ms, kv_rows, kv, draft_length, num_sequences, steps=1):
         model = self.model
         draft = model.fitted_draft.at(draft_length, num_sequences)
         parts = np.append(model.fitted.parts(rows, kv_rows, kv), draft) * np.exp(self.log[:-1] + self.log[-1])
         predicted = float(parts.sum())
         error = float(np.clip(math.log(measured_ms / predicted), -model.MAX_ERROR, model.MAX_ERROR))
-        weight, kept = np.append(parts / predicted, 1.0), 1 - model.FORGET
+        weight, kept = np.append(parts / predicted, 1.0), (1 - model.FORGET) ** steps
         self.log = self.log * kept
         self.covariance = self.covariance * (kept * kept)
         self.covariance[np.diag_indices_from(self.covariance)] += (1 - kept * kept) * self.prior
@@ -136,50 +138,207 @@ class Survival:
         mapped = (mean_y - slope * mean_x)[labels] + slope[labels] * lagged
         return np.minimum.accumulate(np.clip(mapped, 0.0, 1.0), axis=1)
 
-    def teach_survival(self, fresh, lagged, lengths, labels, teaches):
+    def teach_survival(self, fresh, lagged, lengths, labels, teaches, step_of=None):
+        """`step_of` [n]: which step each row is of, in a lesson of several; what is learned fades once for each."""
+        step_of = np.zeros(len(labels), int) if step_of is None else step_of
         for label in (0, 1):
             rows = np.flatnonzero((labels == label) & teaches)
             if len(rows):
-                self._teach_prior(label, fresh[rows])
+                self._teach_prior(label, fresh[rows], faded(step_of[rows]))
                 for j in range(fresh.shape[1]):
-                    self._teach_pair(label, j, lagged[rows, j], fresh[rows, j], lengths[rows] > j)
+                    paired = lengths[rows] > j
+                    fades = faded(step_of[rows][paired])
+                    self._teach_pair(label, j, lagged[rows, j], fresh[rows, j], paired, fades)
 
-    def _teach_prior(self, label, fresh):
+    def _teach_prior(self, label, fresh, fades):
         count, length = fresh.shape
-        self.prior_weight[label, :length] = self.prior_weight[label, :length] * constants.DECAY + count
+        self.prior_weight[label, :length] = self.prior_weight[label, :length] * fades + count
         mean, share = self.prior_mean[label, :length], count / self.prior_weight[label, :length]
         self.prior_mean[label, :length] = mean + (fresh.mean(axis=0) - mean) * share
 
-    def _teach_pair(self, label, j, x, y, paired):
+    def _teach_pair(self, label, j, x, y, paired, fades):
         count = int(paired.sum())
         if count == 0:
             return
         at = (label, j)
         mean_x, mean_y = (np.where(paired, v, 0.0).sum() / count for v in (x, y))
         dx, dy = (np.where(paired, v - m, 0.0) for v, m in ((x, mean_x), (y, mean_y)))
-        old = self.weight[at] * constants.DECAY
+        old = self.weight[at] * fades
         new, off_x, off_y = old + count, mean_x - self.mean_x[at], mean_y - self.mean_y[at]
         between = old * count / new
-        self.sum_xx[at] = self.sum_xx[at] * constants.DECAY + (dx * dx).sum() + between * off_x * off_x
-        self.sum_xy[at] = self.sum_xy[at] * constants.DECAY + (dx * dy).sum() + between * off_x * off_y
+        self.sum_xx[at] = self.sum_xx[at] * fades + (dx * dx).sum() + between * off_x * off_x
+        self.sum_xy[at] = self.sum_xy[at] * fades + (dx * dy).sum() + between * off_x * off_y
         self.mean_x[at] += off_x * (count / new)
         self.mean_y[at] += off_y * (count / new)
         self.weight[at] = new
-        self.start_weight[at] *= constants.DECAY
+        self.start_weight[at] *= fades
 
-    def teach_outcomes(self, confidence, widths, accepted, labels, teaches):
+    def teach_outcomes(self, confidence, widths, accepted, labels, teaches, step_of=None):
+        step_of = np.zeros(len(labels), int) if step_of is None else step_of
         position = np.arange(confidence.shape[1])
         counts = (position < widths[:, None]) & (position <= accepted[:, None]) & teaches[:, None] & (confidence > 0)
         for label in (0, 1):
             trials = counts & (labels == label)[:, None]
             if trials.any():
                 error = np.where(trials, (position < accepted[:, None]) - confidence, 0.0).sum(axis=0)
-                self._move_shift(label, error, np.where(trials, confidence * (1 - confidence), 0.0).sum(axis=0))
+                information = np.where(trials, confidence * (1 - confidence), 0.0).sum(axis=0)
+                self._move_shift(label, error, information, faded(step_of[trials.any(axis=1)]))
 
-    def _move_shift(self, label, error, information):
+    def _move_shift(self, label, error, information, fades):
         at = (label, slice(0, len(error)))
-        self.information[at] = self.information[at] * constants.DECAY + information
-        pull = (1 - constants.DECAY) * constants.SHIFT_INFORMATION * self.shift[at]
+        self.information[at] = self.information[at] * fades + information
+        pull = (1 - fades) * constants.SHIFT_INFORMATION * self.shift[at]
         step = (error - pull) / (self.information[at] + constants.SHIFT_INFORMATION)
         step = np.clip(step, -constants.MAX_SHIFT_STEP, constants.MAX_SHIFT_STEP)
         self.shift[at] = np.clip(self.shift[at] + step, -constants.MAX_SHIFT, constants.MAX_SHIFT)
+
+
+def faded(step_of):
+    """What is left of a weight after the steps that are named."""
+    return np.power(constants.DECAY, len(set(step_of.tolist())))
+
+
+class Amortised:
+    """`Adaptive` up to the decision: what it knows, when it learns, which draft length it chooses, when it times.
+
+    Prices are the policy's own (`Filter` is their plain rule).
+    """
+
+    def __init__(self, num_drafts, cost):
+        self.size, self.cost, self.store = num_drafts, cost, Store()
+        self.survival = Survival(num_drafts, np.ones((2, num_drafts)))
+        self.sightings, self.outcomes, self.reports = [], [], {}  # reports by step, with the result still to come
+        self.num_taught = self.num_waited = 0
+        self.lengths = []  # (length, why, drafts allowed)
+        self.decoded = []  # sequences that decode, by step
+        self.num_timed, self.latest = 0, 0
+
+    # what is known
+
+    def expected(self, plan):
+        """[D, S]"""
+        found, labels = self.store.read(plan, 0), plan.sampled_np.astype(int)
+        signal, lengths = self._padded(found)
+        known = np.array([known for known, _, _ in found])
+        survival = self.survival.extend(self.survival.fresh(signal, labels), lengths, labels)
+        return np.where(known[:, None], self.survival.predict(survival, labels), self.survival.prior(labels))
+
+    def _padded(self, found):
+        signal = np.zeros((len(found), self.size), np.float32)
+        lengths = np.array([len(values) if known else 0 for known, _, values in found])
+        for i, (known, _, values) in enumerate(found):
+            signal[i, : lengths[i]] = values if known else ()
+        return signal, lengths
+
+    # when it learns
+
+    def observe(self, plan, report):
+        if report.signal_np.size:
+            sighting = {"plan": plan, "signal": report.signal_np, "lagged": self._padded(self.store.read(plan, 0))}
+            self.store.put(plan, report)
+            self.sightings.append(sighting)
+            self.reports[plan.step] = sighting
+
+    def learn(self, plan, result):
+        if plan.step in self.reports:
+            self.outcomes.append((self.reports.pop(plan.step), result))
+        if not self.sightings and not self.outcomes:
+            return
+        self.num_waited += 1
+        num_rows = sum(s["plan"].num_decode for s in self.sightings)
+        if self.num_taught < lessons.EARLY or self.num_waited >= lessons.STEPS or num_rows >= lessons.ROWS:
+            self._teach()
+
+    def _teach(self):
+        for run in runs(self.sightings, lambda s: s["signal"].shape[1]):
+            length = run[0]["signal"].shape[1]
+            labels, teaches, step_of = rows_of([s["plan"] for s in run])
+            fresh = self.survival.confidence(np.concatenate([s["signal"] for s in run]), labels)
+            lagged = np.concatenate([s["lagged"][0] for s in run])[:, :length]
+            for s, confidence in zip(run, np.split(fresh, np.flatnonzero(np.diff(step_of)) + 1), strict=True):
+                s["confidence"] = confidence
+            old, lengths = self.survival.fresh(lagged, labels), np.concatenate([s["lagged"][1] for s in run])
+            self.survival.teach_survival(np.cumprod(fresh, axis=1), old, lengths, labels, teaches, step_of)
+        for run in runs(self.outcomes, lambda o: o[0]["signal"].shape[1]):
+            labels, teaches, step_of = rows_of([s["plan"] for s, _ in run])
+            valid = ~np.concatenate([result.invalid_np for _, result in run])
+            self.survival.teach_outcomes(
+                np.concatenate([s["confidence"] for s, _ in run]),
+                np.concatenate([result.widths_np for _, result in run]),
+                np.concatenate([result.num_accepted_np for _, result in run]),
+                labels, teaches & valid, step_of,
+            )  # fmt: skip
+        self.num_taught += len(self.sightings)
+        self.sightings, self.outcomes, self.num_waited = [], [], 0
+
+    # which draft length
+
+    def draft_length(self, plan):
+        allowed = int(plan.caps_np.sum())
+        self.decoded.append(plan.num_decode)
+        if self._probes():
+            length, why = self.size, "probe"
+        elif self._keeps(allowed):
+            length, why = self.lengths[-1][0], "kept"
+        else:
+            length, why = self._best(plan), "chosen"
+        self.lengths.append((length, why, allowed))
+        return length
+
+    def _probes(self):
+        """A change since the last full draft, unless one came just before; or it is time."""
+        lengths = [length for length, _, _ in self.lengths]
+        full = [step for step, length in enumerate(lengths) if length == self.size]
+        if sum(self.decoded[step] for step in full) < policies.WARM_UP:
+            return True
+        since_full = self.decoded[full[-1] :]
+        probes = [step for step, (_, why, _) in enumerate(self.lengths) if why == "probe"]
+        changed = len(set(since_full)) > 1
+        due = changed and len(lengths) - 1 - probes[-1] >= policies.PROBE_SPACING
+        drafted = [step for step, length in enumerate(lengths) if length]
+        skipped, shortened = len(lengths) - 1 - drafted[-1], len(lengths) - 1 - full[-1]
+        return due or skipped >= policies.SKIPS_BEFORE_PROBE or shortened >= policies.SHORTS_BEFORE_PROBE
+
+    def _keeps(self, allowed):
+        *_, choice = (step for step, (_, why, _) in enumerate(self.lengths) if why != "kept")
+        _, why, allowed_then = self.lengths[choice]
+        recent = len(self.lengths) - choice < policies.CHOICE_SPACING
+        return why == "chosen" and recent and abs(allowed - allowed_then) <= allowed_then * policies.MUCH
+
+    def _best(self, plan):
+        draft_ms = {n: self.cost.draft_ms(n, plan.num_decode) for n in policies.draft_lengths(self.size)}
+        kv, given, caps = (v.astype(int) for v in (plan.context_upper_bound_np, plan.num_given_np, plan.caps_np))
+        emitting = int(plan.emits_np.sum())
+        rates = best_rate_by_length(self.expected(plan), caps, kv, given, emitting, self.cost.step, draft_ms)
+        return min(rates, key=lambda length: (-rates[length], length))
+
+    # when it times
+
+    def steps_if_timed(self):
+        """Steps since the last one that was; 0: this one is not."""
+        self.num_timed += 1
+        if (
+            self.num_timed > policies.TIMED_EARLY
+            and math.modf(self.num_timed * policies.TURN)[0] >= policies.TIMED_SHARE
+        ):
+            return 0
+        steps, self.latest = self.num_timed - self.latest, self.num_timed
+        return steps
+
+
+def runs(items, key):
+    """Neighbours of one key."""
+    found = []
+    for item in items:
+        if found and key(found[-1][0]) == key(item):
+            found[-1].append(item)
+        else:
+            found.append([item])
+    return found
+
+
+def rows_of(plans):
+    """Classes, whether they teach, and the number of the step, of the rows of some plans."""
+    labels = np.concatenate([plan.sampled_np for plan in plans]).astype(int)
+    teaches = np.concatenate([plan.teaches_np & (plan.caps_np > 0) for plan in plans])
+    return labels, teaches, np.concatenate([np.full(plan.num_decode, i) for i, plan in enumerate(plans)])

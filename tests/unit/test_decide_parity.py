@@ -67,9 +67,10 @@ def test_a_coarse_order_is_finished_by_a_stable_one():
     np.testing.assert_array_equal(controller._descending(values), np.argsort(-values, kind="stable"))
 
 
-@pytest.mark.parametrize("wide", [0, controller.WIDE, 10**9])
-def test_best_rates_equal_those_of_a_loop_over_budgets(wide, monkeypatch):
-    """Both ways of summing, each at every size."""
+@pytest.mark.parametrize(("few", "wide"), [(0, 0), (0, 10**9), (controller.FEW, controller.WIDE), (10**9, 0)])
+def test_best_rates_equal_those_of_a_loop_over_budgets(few, wide, monkeypatch):
+    """All ways of summing, each at every size."""
+    monkeypatch.setattr(controller, "FEW", few)
     monkeypatch.setattr(controller, "WIDE", wide)
     for p in problems():
         draft_ms = {n: 0.1 * n for n in sorted({0, 1, 2, p.survival_np.shape[1]})}
@@ -86,6 +87,18 @@ def test_an_order_made_before_changes_no_decision():
             made_before = rank_candidates(p.survival_np, p.caps_np).cut(length)
             one, other = decide(0, cut), decide(0, cut, made_before)
             assert one.to_json() == other.to_json()
+
+
+def test_few_candidates_are_decided_as_many_are(monkeypatch):
+    """Loops and vectors, each at every size, under every rule."""
+    for p in problems():
+        rules = ("greedy", "budget") if isinstance(p.cost, LinearCost) else ("budget", "widths", "hull")
+        for rule in rules:
+            found = set()
+            for few in (0, 10**9):
+                monkeypatch.setattr(controller, "FEW", few)
+                found.add(decide(0, replace(p, rule=rule)).to_json())
+            assert len(found) == 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 16])
@@ -110,9 +123,12 @@ def test_survivals_equal_the_plain_ones_whatever_was_learned(size, scaled, mixed
         teaches = rng.random(count) < 0.9
         widths = rng.integers(0, length + 1, count)
         accepted = rng.integers(0, widths + 1)
-        for m, conf, old in zip((fast, slow), confidence, lagged, strict=True):
-            m.teach_survival(np.cumprod(conf, axis=1), old, lengths, labels, teaches)
-            m.teach_outcomes(conf, widths, accepted, labels, teaches)
+        starts = np.flatnonzero(rng.random(count) < 0.3 * (step % 4 > 1))  # lessons of one step, and of several
+        starts = np.unique(np.append(0, starts))
+        step_of = np.searchsorted(starts, np.arange(count), side="right")
+        for m, conf, old, steps in zip((fast, slow), confidence, lagged, (starts, step_of), strict=True):
+            m.teach_survival(np.cumprod(conf, axis=1), old, lengths, labels, teaches, steps)
+            m.teach_outcomes(conf, widths, accepted, labels, teaches, steps)
         np.testing.assert_array_equal(fast.calibration_np[..., 1], slow.shift.astype(np.float32))
 
 
@@ -123,6 +139,7 @@ def test_the_correction_equals_its_matrices(cost):
     for _ in range(200):
         rows, kv = int(rng.integers(1, 3000)), float(rng.integers(1, 10**6))
         fields = {"kv_rows": 3 * kv, "kv": kv, "draft_length": int(rng.integers(0, 8)), "num_sequences": 5}
+        fields["steps"] = int(rng.choice([1, 3, 5]))
         ms = float(rng.lognormal(1, 1))
         model.observe(rows, ms, **fields)
         slow.observe(rows, ms, **fields)
@@ -219,3 +236,74 @@ def test_what_draft_length_left_behind_changes_no_decision(mode, cost):
                             token_ids_np=np.zeros((20, 1), np.int32), invalid_np=np.zeros(20, np.bool_))  # fmt: skip
         previous = plan, told, result
         rows = [(slot, uid, generation, steps + 1) for slot, uid, generation, steps in rows]
+
+
+@pytest.mark.parametrize("cost", [COSTS[0], STAIRS, LinearCost(2.0, 0.7)])
+@pytest.mark.parametrize("mode", ["adaptive", "lag", "lag-budget"])
+def test_what_waits_a_few_steps_waits_as_the_plain_rule_says(mode, cost):
+    """Requests come and go, sampled ones among them, some teach nothing, caps fall: in every step the same draft length,
+    the same survivals before the decision, the same estimates, and the same steps that are timed."""
+    config = SpeculativeConfig.for_mode(mode, draft_model="scripted")
+    model, records, timed = CostModel(cost, DraftTimes.by_length({1: 0.05, 7: 0.3})), [], []
+    policy, _ = make_policy(config, num_drafts=7, cost=model, on_record=records.append)
+    slow, rng, previous = plain.Amortised(7, model), np.random.default_rng(5), None
+    observe, model.observe = (
+        model.observe,
+        lambda *args, **fields: (timed.append(fields["steps"]), observe(*args, **fields)),
+    )
+    live, uid, lag = {slot: [slot, 1, 0] for slot in range(8)}, 100, mode != "adaptive"
+    for step in range(260):
+        if rng.random() < 0.15:
+            slot, uid = int(rng.integers(8)), uid + 1
+            live[slot] = [uid, live[slot][1] + 1, 0]
+        slots = [slot for slot in live if step < 100 or slot < (step // 20) % 8 + 1]
+        plan = plan_of(step, [(slot, *live[slot]) for slot in slots], 7)
+        if step % 5 == 4:
+            caps = rng.integers(0, 8, len(slots)).astype(np.int32)
+            caps[0] = 7
+            plan = replace(plan, caps_np=caps, teaches_np=rng.random(len(slots)) < 0.7)
+        if lag and previous:
+            for each in (policy, slow):
+                each.observe(*previous[:2])
+        length = policy.draft_length(plan)
+        assert length == slow.draft_length(plan), step
+        expected = slow.expected(plan)
+        plan = replace(plan, draft_length=length, caps_np=np.minimum(plan.caps_np, length))
+        shares = rng.beta(3, 1 + step // 60, (len(slots), 7)).astype(np.float32)
+        report = DraftReport(step=step, signal_np=shares[:, :length])
+        if not lag:
+            learn(policy, slow, previous, timed)
+            for each in (policy, slow):
+                each.observe(plan, report)
+        known = len(records)
+        decision = policy.decide(plan)
+        if lag and len(records) > known:
+            np.testing.assert_array_equal(records[-1].problem.survival_np, expected)
+        if lag:
+            learn(policy, slow, previous, timed)
+        np.testing.assert_array_equal(policy.calibration_np[..., 1], slow.survival.shift.astype(np.float32))
+        np.testing.assert_array_equal(policy.survival.prior(np.array([0, 1])), slow.survival.prior([0, 1]))
+        half = np.full((2, 7), 0.5)
+        np.testing.assert_array_equal(
+            policy.survival.predict(half, np.array([0, 1])), slow.survival.predict(half, [0, 1])
+        )
+        widths = decision.widths_np if decision.widths_np is not None else np.minimum(decision.caps_np, 2)
+        result = StepResult(step=step, widths_np=widths, num_accepted_np=rng.integers(0, widths + 1).astype(np.int32),
+                            token_ids_np=np.zeros((len(slots), 1), np.int32), invalid_np=rng.random(len(slots)) < 0.02)  # fmt: skip
+        previous = plan, report, result, decision
+        for slot in slots:
+            live[slot][2] += 1
+    assert {why for _, why, _ in slow.lengths} == {"probe", "kept", "chosen"}
+    assert slow.num_taught > 100
+
+
+def learn(policy, slow, previous, timed):
+    """Both learn from a step, and time it."""
+    if previous is None:
+        return
+    plan, _, result, decision = previous
+    timed.clear()
+    policy.learn(plan, result)
+    policy.timed(plan, decision, 3.0 + 0.01 * plan.step % 1)
+    slow.learn(plan, result)
+    assert timed == ([steps] if (steps := slow.steps_if_timed()) else [])

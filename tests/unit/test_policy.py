@@ -481,6 +481,52 @@ def test_no_decision_depends_on_its_own_step_through_what_is_learned():
     assert (policy.survival.prior(np.array([0])) > before).all()
 
 
+@pytest.mark.parametrize(("count", "every"), [(8, lessons.STEPS), (lessons.ROWS // 3 + 1, 3), (lessons.ROWS, 1)])
+def test_lessons_wait_a_few_steps_or_for_many_rows_but_not_at_the_start(count, every):
+    policy = made("lag", learns=True)
+    drive, rows, versions = Drive(policy), [Row(s, s) for s in range(count)], []
+    for _ in range(lessons.EARLY + 48):
+        versions.append(policy.survival.version)
+        drive.step(rows, np.full((count, S), 0.6), accepts=lambda w: w)
+    taught = np.flatnonzero(np.diff(versions))
+    early = taught[taught <= lessons.EARLY]
+    assert len(early) == lessons.EARLY
+    assert set(np.diff(taught[taught > lessons.EARLY])) == {every}
+
+
+def test_what_waits_is_taught_though_drafting_has_stopped():
+    policy = made("lag", learns=True)
+    drive, rows = Drive(policy), [Row(s, s) for s in range(8)]
+    for _ in range(lessons.EARLY + 3):
+        drive.step(rows, np.full((8, S), 0.6), accepts=lambda w: w)
+    assert policy._lessons._sightings
+    drafts_only(policy, 0)
+    for _ in range(lessons.STEPS):
+        drive.step(rows, np.full((8, S), 0.6), accepts=lambda w: w)
+    assert not policy._lessons._sightings
+    assert not policy._lessons._outcomes
+
+
+@pytest.mark.parametrize("mode", ADAPTIVE_MODES)
+def test_waiting_lessons_are_never_taught_between_a_draft_and_its_decision(mode):
+    """However many wait; `learn` alone teaches."""
+    policy = made(mode, learns=True)
+    drive, rows, seen = Drive(policy), [Row(s, s) for s in range(4)], []
+    for name in ("draft_length", "observe", "decide"):
+
+        def spied(*args, call=getattr(policy, name)):  # noqa: B008
+            before = policy.survival.version
+            answer = call(*args)
+            seen.append(policy.survival.version - before)
+            return answer
+
+        setattr(policy, name, spied)
+    for _ in range(lessons.EARLY + 30):
+        drive.step(rows, np.full((4, S), 0.6), accepts=lambda w: w)
+    assert policy.survival.version > lessons.EARLY
+    assert set(seen) == {0}
+
+
 def test_halves_that_never_meet_are_dropped():
     policy = made("lag", learns=True)
     for step in range(50):
@@ -563,6 +609,29 @@ def test_short_drafts_where_later_positions_do_not_pay():
     lengths = lengths_of(policy, 200, [0.9, 0.1, 0.1, 0.1])
     assert lengths[20:].count(1) > 150
     assert lengths[20:].count(S) >= 3  # what longer drafts would bring is looked at now and then
+
+
+def test_a_draft_length_is_kept_for_a_few_steps_unless_much_changes():
+    """Chosen every fourth step, and at once where many more or fewer drafts may be verified, or a probe said more."""
+    policy = made("lag", LinearCost(2.0, 0.01), draft_ms=0.1, fixed_length=False)
+    best, chosen = policy._best_length, []
+    policy._best_length = lambda plan, cost: chosen.append(plan.step) or best(plan, cost)
+    drive, rows = Drive(policy), [Row(s, s) for s in range(32)]
+    policy._lengths._seen = policies.WARM_UP
+    for _ in range(12):
+        drive.step(rows, np.full((32, S), 0.9))
+    assert chosen == [1, 5, 9]  # the first step of 32 requests is a probe
+    rows[0].cap = 1  # three drafts of 128 fewer
+    drive.step(rows, np.full((32, S), 0.9))
+    assert chosen[3:] == []
+    for row in rows[:16]:
+        row.cap = 1
+    for _ in range(4):
+        drive.step(rows, np.full((32, S), 0.9))
+    assert chosen[3:] == [13]
+    drive.step(rows[:20], np.full((20, S), 0.9))  # a probe, for the number of requests is another
+    drive.step(rows[:20], np.full((20, S), 0.9))
+    assert chosen[4:] == [18]
 
 
 def test_draft_length_counts_only_steps_that_decode():
@@ -682,6 +751,20 @@ def test_measured_times_correct_the_price(mode):
     step_cost = policy.cost.step
     assert step_cost.c1 / step_cost.c0 > 1.5 * 0.02 / 4.0
     policy.timed(plan_of(0, rows), Drive(policy).step(rows, 0.5), 5.0)
+
+
+def test_a_quarter_of_the_steps_is_timed_whatever_their_rhythm_and_all_are_counted():
+    timing = policies._Timing()
+    steps = [timing.steps_if_due() for _ in range(policies.TIMED_EARLY + 8000)]
+    assert steps[: policies.TIMED_EARLY] == [1] * policies.TIMED_EARLY
+    due = np.flatnonzero(steps)
+    assert sum(steps) == due[-1] + 1
+    later = due[policies.TIMED_EARLY :]
+    assert len(later) == pytest.approx(2000, abs=20)
+    assert max(steps) <= 5
+    for rhythm in (2, 3, 4, 5, 8, 16, 17, 33):
+        each = np.bincount(later % rhythm, minlength=rhythm)
+        assert each.min() > 0.8 * each.mean(), rhythm
 
 
 @pytest.mark.parametrize("mode", ADAPTIVE_MODES)

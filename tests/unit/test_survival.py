@@ -287,6 +287,39 @@ def test_pairs_beyond_either_length_do_not_teach():
     np.testing.assert_allclose(mean_y[GREEDY, 1:], HALVES[1:])
 
 
+# ------------------------------------------------------------------------------------------------------ several steps
+
+
+def test_eight_steps_taught_at_once_are_eight_lessons():
+    """But for the order within the eight: all estimates agree to about the weight of a step, long ago and now."""
+    rng = np.random.default_rng(6)
+    at_once, one_by_one = SurvivalModel(S), SurvivalModel(S)
+    for _ in range(60):
+        counts = rng.integers(1, 6, 8)
+        starts, count = np.cumsum(counts) - counts, int(counts.sum())
+        labels, teaches = rng.integers(0, 2, count), rng.random(count) < 0.9
+        lagged = np.cumprod(rng.beta(4, 1, (count, S)), axis=1)
+        fresh = 0.3 * np.cumprod(rng.beta(4, 1, (count, S)), axis=1) + 0.7 * lagged
+        lengths, widths = np.where(rng.random(count) < 0.8, S, 2), rng.integers(0, S + 1, count)
+        signal = rng.uniform(0.3, 0.9, (count, S)).astype(np.float32)
+        accepted = outcomes(rng, count, 0.8, widths)
+        survivals, rest = (fresh, lagged, lengths, labels, teaches), (widths, accepted, labels, teaches)
+        for first, end in zip(starts, starts + counts, strict=True):
+            one_by_one.teach_survival(*(values[first:end] for values in survivals))
+            told = one_by_one.confidence(signal[first:end], labels[first:end])
+            one_by_one.teach_outcomes(told, *(values[first:end] for values in rest))
+        at_once.teach_survival(*survivals, starts)
+        at_once.teach_outcomes(at_once.confidence(signal, labels), *rest, starts)
+    for name in ("_prior_weight_np", "_information_np"):  # what counts, and so what is forgotten
+        np.testing.assert_allclose(getattr(at_once, name), getattr(one_by_one, name), rtol=0.005)
+    np.testing.assert_allclose(at_once._lag._weight_np, one_by_one._lag._weight_np, rtol=0.005)
+    np.testing.assert_allclose(at_once._lag._start_weight_np, one_by_one._lag._start_weight_np)
+    np.testing.assert_allclose(at_once._prior_np, one_by_one._prior_np, atol=0.001)
+    np.testing.assert_allclose(at_once._lag.slope(), one_by_one._lag.slope(), atol=0.005)
+    np.testing.assert_allclose(at_once._shift_np, one_by_one._shift_np, atol=0.02)
+    assert np.abs(one_by_one._shift_np).min() > 0.1
+
+
 # ------------------------------------------------------------------------------------------------- fault 32, no learning
 
 
