@@ -121,7 +121,7 @@ def test_a_rows_token_does_not_depend_on_how_many_rows_there_are(device: str) ->
     assert int(ids[0, scores[0].argmax()]) == int(together[2, 4])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_a_replayed_graph_equals_the_eager_call() -> None:
     case = make_case("cuda", dtype=torch.bfloat16)
     eager = case.accept()

@@ -1,11 +1,8 @@
 """The batch that kernels build is the one of device/batch.py; what is padding is harmless, and nothing else moves."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime import interpreter
 
 from slipstream.cache.pages import NULL_PAGE, SCRATCH_PAGE
 from slipstream.device import batch as reference
@@ -18,18 +15,6 @@ MAX_LEN = 150
 NUM_SLOTS = 60
 FENCE = -77  # stands around every output: a write there went out of bounds
 MARGIN = 64
-
-
-@pytest.fixture(autouse=True)
-def _scalars_are_loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6 interprets a scalar as an array of one element, which NumPy 2.4 no longer takes for an integer."""
-    usual = interpreter._patch_lang_tensor
-
-    def patch(tensor: Any, scope: Any) -> None:
-        usual(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
 
 
 @pytest.fixture(params=["one-turn", "many-turns"], autouse=True)
@@ -147,9 +132,8 @@ def test_layout_without_outputs_or_rows(device: str) -> None:
     out = fenced_rows(3, int((plan.num_given + widths).sum()), 0, 0, device)
     run_layout(state, silent, widths, 4, out)
     assert out.cu_outputs.tolist() == [0, 0, 0, 0]
-    assert (
-        out.positions.tolist() == reference.layout(state, silent, widths, len(out.positions), 0, 4).positions.tolist()
-    )
+    want = reference.layout(state, silent, widths, len(out.positions), 0, PAGE_SIZE)
+    assert out.positions.tolist() == want.positions.tolist()
     nobody, nothing = random_plan(0, 2, 0, device)
     empty = fenced_rows(2, 0, 0, 0, device)
     run_layout(state, nobody, nothing, 4, empty)
@@ -192,9 +176,8 @@ def test_rows_beyond_the_last_page_go_to_the_scratch_page(device: str) -> None:
 def test_fill_equals_the_reference(num_decode: int, more: int, device: str) -> None:
     state = random_state(device)
     generator = torch.Generator().manual_seed(2)
-    drafts = torch.randint(0, 1000, (NUM_SLOTS, 9), generator=generator).to(
-        device
-    )  # a fixed buffer, longer than needed
+    # A fixed buffer, longer than needed.
+    drafts = torch.randint(0, 1000, (NUM_SLOTS, 9), generator=generator).to(device)
     widths = torch.randint(0, 8, (num_decode,), generator=generator).to(device)
     given = torch.ones_like(widths)
     plan = PlanOnDevice(torch.arange(num_decode, device=device), given, given > 0, given > 0)

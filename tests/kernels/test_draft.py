@@ -212,7 +212,7 @@ def test_position_by_position_with_biases_of_the_callers_own(device: str) -> Non
         assert torch.equal(previous, expected[:, j])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_sequences", [1, 20, 70])
 def test_a_replayed_graph_equals_the_eager_call(num_sequences: int) -> None:
     case = _case("cuda", num_sequences, dtype=torch.bfloat16)
