@@ -46,9 +46,7 @@ class Ledger:
         self.context_lower_bound = np.zeros(num_slots, np.int32)  # with what lies in flight, no draft of it accepted
         self.context_upper_bound = np.zeros(num_slots, np.int32)  # with what lies in flight, as many as were planned
         self.full_context = np.zeros(num_slots, np.int32)  # where the answer ends, by max_tokens or the model's context
-        self.unplanned = np.zeros(
-            num_slots, np.int32
-        )  # known tokens that are in no plan yet; 0: it decodes, or is free
+        self.unplanned = np.zeros(num_slots, np.int32)  # known tokens in no plan yet; 0: it decodes, or is free
         self.decode_steps = np.zeros(num_slots, np.int32)  # planned since admission
         self.sampling = np.zeros(num_slots, np.uint8)  # SAMPLED | TOP_K | TOP_P
         self.teaches = np.zeros(num_slots, np.bool_)

@@ -38,9 +38,7 @@ def time_step(
     )
     flights = []
     with _made_up_requests(engine, num_sequences, context, length) as plan:
-        for _ in range(
-            repeats + 1
-        ):  # all are launched before the first is waited for: a GPU must not wait for the host
+        for _ in range(repeats + 1):  # all launched before the first is waited for: a GPU must not wait for the host
             engine.state.context[:num_sequences].fill_(context)
             flights.append(engine.launch_verify(engine.launch_draft(plan), decision))
         flights[-1].result.wait()

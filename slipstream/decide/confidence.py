@@ -39,9 +39,8 @@ class ConfidenceStore:
     def __init__(self, num_drafts: int, num_slots: int = 0) -> None:
         self.num_drafts = num_drafts  # S
         self._signal_np = np.zeros((0, num_drafts), dtype=np.float32)
-        self._owner_np = np.zeros(
-            (5, 0), dtype=np.int64
-        )  # generation, uid, decode steps at the draft and after it, length
+        # Generation, uid, decode steps at the draft and after it, length, by slot.
+        self._owner_np = np.zeros((5, 0), dtype=np.int64)
         self._newest: _Newest | None = None
         self._grow(num_slots)
 

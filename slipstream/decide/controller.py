@@ -288,9 +288,8 @@ def _greedy(problem: Problem) -> Ints:
     base = _full_width_of_unknown(problem)
     accepted = _accepted_in(problem, base)
     base_ms = problem.cost.step_ms(problem.given_np, problem.kv_np, base)
-    price: Floats = problem.cost.c1 + problem.cost.c2 * problem.kv_np.astype(
-        np.float64
-    )  # [B] of a draft of the sequence
+    # [B] of a draft of the sequence
+    price: Floats = problem.cost.c1 + problem.cost.c2 * problem.kv_np.astype(np.float64)
     if problem.survival_np.size <= FEW:
         return _one_by_one(problem, base, price, accepted, base_ms)
     num_positions = problem.survival_np.shape[1]

@@ -17,8 +17,6 @@ from slipstream.errors import ConfigError
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 
-# ----------------------------------------------------------------------------------------------------------------- fits
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:

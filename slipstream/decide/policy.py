@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class Policy(Protocol):
-    """One of the engine's three seams."""
+    """One of the engine's seams."""
 
     @property
     def waits_for(self) -> WaitsFor:

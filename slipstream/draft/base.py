@@ -78,9 +78,7 @@ class Draft:
     token_ids: Tensor  # [D, d] int64, target ids
     signal: Tensor  # [D, d] fp32: raw confidence, a probability
     prob: Tensor | None  # [D, d, V]: what each draft was drawn from, if the acceptance rule wants it
-    evidence: Tensor | None = (
-        None  # the drafter's own: what its `settle` needs to know of this block again, if it learns
-    )
+    evidence: Tensor | None = None  # the drafter's own: what its `settle` needs of this block again, if it learns
 
 
 class Drafter(Protocol):
@@ -102,7 +100,6 @@ class Drafter(Protocol):
     def settle(self, draft: Draft, widths: Tensor, num_accepted: Tensor, teaches: Tensor) -> None:
         """What became of a draft with evidence: widths [D] drafts were verified, num_accepted [D] of them stand.
 
-        Called in stage `apply`.
-
         teaches [D] bool: False where nothing may be learned from a sequence, such as one with constrained outputs.
+        Called after stage `apply`, outside any graph; never for a draft without evidence.
         """

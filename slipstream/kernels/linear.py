@@ -28,9 +28,7 @@ class Tile:
     rows: int  # of x, per program
     columns: int  # rows of the weight, per program
     depth: int  # inputs that one lane takes per turn of the loop
-    lanes: (
-        int  # parts of the depth that are summed apart, by a warp each: as many as warps, or 1 and warps share outputs
-    )
+    lanes: int  # parts of the depth, summed apart by a warp each: as many as warps, or 1 and warps share outputs
     warps: int
     stages: int  # turns of the loop whose loads are in flight
     norm_apart: bool = False  # the norm is a launch of its own
