@@ -32,7 +32,7 @@ def draft_workspace(max_decode: int, max_drafts: int, device: torch.device | str
 def draft_chain(
     base_logits: Tensor, markov_w1: Tensor | None, markov_w2: Tensor | None, anchors: Tensor,
     token_ids: Tensor | None, num_columns: int, *, slots: Tensor, context: Tensor, temperature: Tensor, seed: Tensor,
-    sample: bool, signal: str, drafts: Tensor, prob: Tensor, previous: Tensor, workspace: Tensor, first: int = 0,
+    sample: bool, signal: str, drafts: Tensor, prob: Tensor, previous: Tensor, workspace: Tensor,
 ) -> None:  # fmt: skip
     """Draw d drafts per sequence, left to right, into the first d columns of drafts, prob and previous.
 
@@ -41,9 +41,8 @@ def draft_chain(
     the identity; slots [D] int64; context, seed [N + 1] int64, temperature [N + 1] fp32.
     drafts [D, S] int64 target ids; previous [D, S] int64, the token before each draft; prob [D, S] fp32 by `signal`:
     "peak" the largest probability at the sequence's temperature (1 where greedy), "drawn" the draft's own, "none" 0,
-    "head" nothing is written, for `confidence` does. sample: add the noise of position context + 1 + first + j, keyed
-    by target id, where temperature > 0; otherwise argmax. `first` is for callers that compute the bias themselves
-    (gated and rnn heads) and draw one position per call.
+    "head" nothing is written, for `confidence` does. sample: add the noise of position context + 1 + j, keyed by target
+    id, where temperature > 0; otherwise argmax.
     """
     num_sequences, num_drafts, _ = base_logits.shape
     assert base_logits.stride(2) == 1 and num_drafts * num_sequences <= workspace.numel(), base_logits.shape
@@ -55,7 +54,7 @@ def draft_chain(
     for position in range(num_drafts if rank else 1):
         _draw[(shape.num_tiles, triton.cdiv(num_sequences, shape.block_d), 1 if rank else num_drafts)](
             base_logits, base_logits.stride(0), base_logits.stride(1), markov_w1, markov_w2, rank, anchors, token_ids,
-            num_columns, num_sequences, position, first, slots, context, temperature, seed,
+            num_columns, num_sequences, position, slots, context, temperature, seed,
             workspace, *parts, shape.span,
             SAMPLE=sample, SIGNAL=kind if has_parts else 0, IS_MAPPED=token_ids is not None,
             BLOCK_D=shape.block_d, BLOCK_V=shape.block_v, RANK=shape.rank, num_warps=shape.num_warps,
@@ -158,10 +157,10 @@ def _noisy(x, divisor, is_hot, key, place, start, columns, is_known, token_ids, 
     return x
 
 
-@triton.jit(do_not_specialize=["num_sequences", "position", "first"])
+@triton.jit(do_not_specialize=["num_sequences", "position"])
 def _draw(
     base, sequence_stride, position_stride, w1, w2, rank, anchors, token_ids,
-    num_columns, num_sequences, position, first, slots, context, temperature, seed,
+    num_columns, num_sequences, position, slots, context, temperature, seed,
     words, peaks, masses, chosens, span,
     SAMPLE: tl.constexpr, SIGNAL: tl.constexpr, IS_MAPPED: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, RANK: tl.constexpr,
@@ -177,7 +176,7 @@ def _draw(
     divisor = tl.where(is_hot, heat, 1.0)[:, None]
     if SAMPLE:
         key = tl.load(seed + slot, mask=is_live, other=0)[:, None]
-        place = (tl.load(context + slot, mask=is_live, other=0) + 1 + first + position)[:, None]
+        place = (tl.load(context + slot, mask=is_live, other=0) + 1 + position)[:, None]
     row = base + sequence.to(tl.int64) * sequence_stride + position.to(tl.int64) * position_stride
     begin = tile * span
     end = tl.minimum(begin + span, num_columns)

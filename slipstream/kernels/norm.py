@@ -1,7 +1,7 @@
 """RMS normalisation of rows in one launch, for where it cannot be part of the product that follows.
 
 Same arithmetic as `ops.norm.rms_norm`: fp32 inside, one rounding. Called by `kernels.linear` when a library multiplies,
-and by networks for norms that no product follows. Knows no network.
+or a tile wants the norm apart. Knows no network.
 """
 
 import torch
@@ -21,11 +21,11 @@ def _rms_norm(x, weight, out, x_stride, out_stride, eps, SIZE: tl.constexpr, BLO
     tl.store(out + row * out_stride + columns, (wide * scale * weights).to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight`: x [R, H], weight [H] -> [R, H], into `out` if given (it may be x)."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight`: x [R, H], weight [H] -> [R, H]."""
     num_rows, size = x.shape
     assert x.stride(1) == 1 and weight.shape == (size,), (x.stride(), weight.shape)
-    out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device) if out is None else out
+    out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     if num_rows:
         block = triton.next_power_of_2(size)
         _rms_norm[(num_rows,)](

@@ -32,20 +32,20 @@ class Case:
     sample: bool = True
     signal: str = "peak"
 
-    def run(self, workspace: Tensor | None = None, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, workspace: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """drafts, prob, previous [D, S]."""
         shape, device = (len(self.base), MAX_DRAFTS), self.base.device
         out = [torch.full(shape, -7, dtype=kind, device=device) for kind in (torch.int64, torch.float32, torch.int64)]
         workspace = draft_workspace(NUM_SLOTS, MAX_DRAFTS, device) if workspace is None else workspace
-        self.draw(*out, workspace, first)
+        self.draw(*out, workspace)
         assert (workspace == -(2**63)).all()
         return out[0], out[1], out[2]
 
-    def draw(self, drafts: Tensor, prob: Tensor, previous: Tensor, workspace: Tensor, first: int = 0) -> None:
+    def draw(self, drafts: Tensor, prob: Tensor, previous: Tensor, workspace: Tensor) -> None:
         draft_chain(
             self.base, self.w1, self.w2, self.anchors, self.token_ids, self.num_columns, slots=self.slots,
             context=self.context, temperature=self.temperature, seed=self.seed, sample=self.sample, signal=self.signal,
-            drafts=drafts, prob=prob, previous=previous, workspace=workspace, first=first,
+            drafts=drafts, prob=prob, previous=previous, workspace=workspace,
         )  # fmt: skip
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,19 +197,6 @@ def test_a_workspace_serves_calls_of_all_sizes(device: str) -> None:
     for num_sequences, num_drafts in ((13, 2), (3, 4), (13, 4), (1, 1)):
         case = _case(device, num_sequences, num_drafts=num_drafts, seed=num_sequences)
         assert torch.equal(case.run(workspace)[0][:, :num_drafts], case.expected()[0])
-
-
-def test_position_by_position_with_biases_of_the_callers_own(device: str) -> None:
-    """How gated and rnn heads are served."""
-    case = _case(device)
-    expected = case.expected()[0]
-    assert case.w1 is not None and case.w2 is not None
-    previous = case.anchors
-    for j in range(4):
-        logits = case.base[:, j : j + 1] + (case.w1[previous] @ case.w2.T)[:, None]
-        step = replace(case, base=logits, w1=None, w2=None, anchors=previous)
-        previous = step.run(first=j)[0][:, 0]
-        assert torch.equal(previous, expected[:, j])
 
 
 @pytest.mark.gpu
