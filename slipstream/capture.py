@@ -32,9 +32,10 @@ def capture(engine: Engine, draft_lengths: Sequence[int], say: Say) -> int:
     drafted = Drafted(plan, loaded, rule, None, None, (0.0, 0.0))
     drafts = list(backend.buckets.draft_shapes(draft_lengths)) if backend.pads_drafts else []
     verifies = list(backend.buckets.verify_shapes())
-    total = len(drafts) + len(verifies) * (1 + engine.rule.captures)
+    total = 2 * len(drafts) + len(verifies) * (1 + engine.rule.captures)
     for draft_shape in drafts:
         graphs.capture(("draft", draft_shape), partial(engine.draft_stage, draft_shape, loaded, rule, plan.step))
+        graphs.capture(("rank", draft_shape), partial(backend.rank_stage, draft_shape))
         say(len(graphs), total)
     for shape in verifies:
         rows = graphs.capture(("verify", shape), partial(engine.verify_stages, shape, drafted, backend.no_widths))

@@ -188,7 +188,7 @@ class Engine:
         with self._span(step, "draft", "device"):
             view = DraftView(loaded.slots[: shape.num_sequences], self.backend.state, shape.max_context, step)
             draft = self.drafter.propose(view, shape.draft_length, rule, self.policy.signal)
-            self.backend.hold(draft.token_ids)
+            self.backend.hold(draft.token_ids, draft.signal)
             return draft
 
     @torch.inference_mode()

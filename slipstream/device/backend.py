@@ -58,8 +58,8 @@ class Backend(Protocol):
     def apply(self, loaded: PlanOnDevice, result: Tensor) -> None:
         """Stage `apply`: the verdict's result [B, 3 + W + 1] moves slot state on."""
 
-    def hold(self, drafts: Tensor) -> None:
-        """Keep the drafts [D, d] where a captured `fill` and `accept` look for them."""
+    def hold(self, drafts: Tensor, signal: Tensor) -> None:
+        """Keep the drafts [D, d] and their confidences where captured stages look for them."""
 
     def before(self, stage: str, exporter: Exporter) -> None:
         """Called ahead of `draft` and `accept`, whose outputs may still be on their way to the host from last time."""
@@ -99,7 +99,7 @@ class TorchBackend:
     def replay(self, stage: str, shape: DraftShape | VerifyShape) -> None:
         return None
 
-    def hold(self, drafts: Tensor) -> None:
+    def hold(self, drafts: Tensor, signal: Tensor) -> None:
         pass
 
     def before(self, stage: str, exporter: Exporter) -> None:

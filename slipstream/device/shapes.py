@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, replace
 from slipstream.ops.attention import Segment
 
 SEQUENCES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-# Rows of a prompt that are computed beside decoding sequences in one graph; beyond the last one steps are not captured.
-PREFILL_ROWS = (64, 128, 256, 512, 1024, 2048)
+# Steps in which somebody prefills: rows, and sequences in coarse steps, for rows are what such a step costs. Beyond the
+# last ones steps are not captured.
+PREFILL_ROWS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+PREFILL_SEQUENCES = (2, 8, 32, 128)
 STEPS_PER_OCTAVE = 4  # a row bucket is at most a quarter larger than the one before: rows cost where weights do not
 
 
@@ -55,6 +57,7 @@ class Buckets:
         self.sequences = (*(n for n in SEQUENCES if n < max_num_seqs), max_num_seqs)
         self.rows = row_buckets(max_num_seqs * (max_drafts + 1))
         self.prefill_rows = tuple(n for n in PREFILL_ROWS if n <= max_rows)
+        self.prefill_sequences = (*(n for n in PREFILL_SEQUENCES if n < max_num_seqs), max_num_seqs)
         self._prunes = prunes
         self._known: dict[tuple[int, int, int, bool, bool], VerifyShape] = {}  # shapes found before, by the step's own
 
@@ -71,10 +74,11 @@ class Buckets:
         key = num_sequences, num_rows, num_outputs, decode_only, filtered
         found = self._known.get(key)
         if found is None:
-            padded = self.pad_sequences(num_sequences)
             if decode_only:
+                padded = self.pad_sequences(num_sequences)
                 shape = self._decode(padded, self._up(self._decode_rows(padded), num_rows), filtered)
             else:
+                padded = self._up(self.prefill_sequences, num_sequences)
                 shape = self._mixed(padded, self._up(self.prefill_rows, num_rows), filtered)
             self._known[key] = found = replace(shape, exact=(num_sequences, num_outputs))
         return found
@@ -87,9 +91,10 @@ class Buckets:
 
     def verify_shapes(self) -> Iterator[VerifyShape]:
         """Largest first: smaller ones then fit into the memory that these have taken."""
-        for count in reversed(self.sequences):
-            for rows in reversed(self.prefill_rows):
+        for rows in reversed(self.prefill_rows):
+            for count in reversed(self.prefill_sequences):
                 yield self._mixed(count, rows, False)
+        for count in reversed(self.sequences):
             for rows in reversed(self._decode_rows(count)):
                 yield self._decode(count, rows, False)
 

@@ -137,9 +137,19 @@ class TritonBackend:
             {"caps": decision.caps_np, "budget": np.array([decision.budget]), "calibration": calibration_np},
             {"caps": 0},
         )
-        moved, count = self._decision.received, self.buckets.pad_sequences(plan.num_sequences)
+        shape = DraftShape(self.buckets.pad_sequences(plan.num_sequences), signal.shape[1], 0)
+        replay = self.replay("rank", shape)
+        if replay is None:
+            return self.rank_stage(shape)
+        replay()
+        return self._decision.received["widths"]
+
+    def rank_stage(self, shape: DraftShape) -> Tensor:
+        """Signals are where `hold` left them; what stands in the rows of sequences with cap 0 does not matter."""
+        moved, count = self._decision.received, shape.num_sequences
+        signal = self.buffers.signal_of(count, shape.draft_length)
         rank.rank(
-            signal, signal.shape[1], moved["calibration"], loaded.slots[:count], self.state.temperature,
+            signal, shape.draft_length, moved["calibration"], self._loaded.slots[:count], self.state.temperature,
             moved["caps"][:count], moved["budget"], moved["widths"][:count],
         )  # fmt: skip
         return moved["widths"]
@@ -171,9 +181,11 @@ class TritonBackend:
 
     # ------------------------------------------------------------------ stages
 
-    def hold(self, drafts: Tensor) -> None:
+    def hold(self, drafts: Tensor, signal: Tensor) -> None:
         if drafts.data_ptr() != self.buffers.drafts.data_ptr():
             self.buffers.drafts[: len(drafts), : drafts.shape[1]].copy_(drafts)
+        if signal.data_ptr() != self.buffers.signal.data_ptr():
+            self.buffers.signal_of(*signal.shape).copy_(signal)
 
     def layout(self, loaded: PlanOnDevice, widths: Tensor, shape: VerifyShape) -> TiledBatch:
         count = shape.num_sequences

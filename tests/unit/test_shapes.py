@@ -50,13 +50,14 @@ def test_prefill_beside_decoding(rows: int) -> None:
     assert shape in set(buckets.verify_shapes())
     assert not shape.decode_only
     assert shape.num_rows >= rows
+    assert shape.num_sequences >= 3
     assert shape.num_outputs == min(shape.num_rows, shape.num_sequences * 4)
 
 
 def test_a_step_beyond_the_largest_shape_keeps_its_rows() -> None:
     buckets = Buckets(max_num_seqs=8, max_drafts=3, max_rows=4096, prunes=True)
-    shape = buckets.verify(8, 3001, 8, decode_only=False, filtered=False)
-    assert shape.num_rows == 3001
+    shape = buckets.verify(8, 4500, 8, decode_only=False, filtered=False)
+    assert shape.num_rows == 4500
     assert shape not in set(buckets.verify_shapes())
 
 
