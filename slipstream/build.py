@@ -6,6 +6,7 @@ mode, an algorithm or a name. Called by `llm`; knows nothing of prompts and answ
 
 import importlib.util
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,15 +69,22 @@ def build_engine(
 
 
 def _backend(config: EngineConfig, models: Models, notes: list[Note]) -> str:
-    if config.backend == "triton" and models.device.type == "cpu":
-        notes.append(
-            ("backend", "triton", "as asked; without a GPU its kernels run in Triton's interpreter, very slowly")
-        )
-    if config.backend != "auto":
-        return config.backend
-    found = "triton" if models.device.type == "cuda" and importlib.util.find_spec("triton") else "torch"
-    notes.append(("backend", found, "fused kernels and CUDA graphs" if found == "triton" else "no GPU, or no triton"))
-    return found
+    on_gpu, has_triton = models.device.type == "cuda", importlib.util.find_spec("triton") is not None
+    if config.backend == "auto":
+        found = "triton" if on_gpu and has_triton else "torch"
+        reason = "fused kernels and CUDA graphs" if found == "triton" else "no triton" if on_gpu else "no GPU"
+        notes.append(("backend", found, reason))
+        return found
+    if config.backend == "triton" and not has_triton:
+        raise ConfigError("backend is 'triton', which is not installed: pip install triton, or use backend auto")
+    if config.backend == "triton" and not on_gpu:
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            raise ConfigError(
+                "backend is 'triton' without a GPU, where kernels run in Triton's interpreter only: "
+                "set TRITON_INTERPRET=1, or use backend auto"
+            )
+        notes.append(("backend", "triton", "as asked; in Triton's interpreter, very slowly"))
+    return config.backend
 
 
 def _capture(engine: Engine, lengths: Sequence[int], notes: list[Note]) -> None:

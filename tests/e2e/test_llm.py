@@ -138,6 +138,18 @@ def test_what_loaded_models_cannot_follow_is_refused():
     assert LLM(models_with(), dtype="float32", device="cpu").models.dtype == torch.float32
 
 
+def test_a_backend_that_cannot_run_here_is_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match=r"backend is 'triton' without a GPU.*TRITON_INTERPRET=1"):
+        LLM(models_with(), backend="triton")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"'triton', which is not installed: pip install triton"):
+        LLM(models_with(), backend="triton")
+    notes = {field: (value, reason) for field, value, reason in LLM(models_with()).notes}
+    assert notes["backend"] == ("torch", "no GPU")
+
+
 def test_a_draft_vocabulary_beyond_the_tokenizer_is_refused():
     """Otherwise the first sampled step would index noise that is not there."""
     models = tiny_models("dspark", draft_vocab_size=16)
