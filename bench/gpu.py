@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 
 from bench.gpu_parts import agreement, attention, clock, hf, large, small
-from bench.gpu_parts.goals import Goal, goals_table
+from bench.gpu_parts.goals import Goal, Report, goals_table
 from bench.gpu_parts.scale import Scale, full, tiny
 from bench.gpu_parts.session import Clock, Session
 from slipstream.lab import machine
@@ -37,9 +37,9 @@ TOTAL_S = 525.0  # of all phases; the last ones get what is left
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    run: Callable[[Session, Scale, Clock], tuple[dict[str, Any], list[Goal]]]
+    run: Callable[[Session, Scale, Clock], Report]
     pair: str  # whose session it gets
-    seconds: float  # of 540 in all; starting engines counts
+    seconds: float  # at most; starting engines counts
 
 
 # In this order: `start` must find nothing compiled, and what may hang comes last.

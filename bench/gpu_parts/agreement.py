@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu_parts.goals import reported
-from bench.gpu_parts.large import Report
+from bench.gpu_parts.goals import Report, reported
 from bench.gpu_parts.scale import Scale
 from bench.gpu_parts.session import Clock, Session, serve, tokens
 from bench.gpu_parts.small import slots_for

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gpu_parts.goals import at_least, at_most, ratio
-from bench.gpu_parts.large import Report
+from bench.gpu_parts.goals import Report, at_least, at_most, ratio
 from bench.gpu_parts.scale import Scale
 from bench.gpu_parts.session import Clock, Session
 from slipstream.lab.ceilings import copy_gb_per_s, graph_ms, median_ms

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from bench.gpu_parts.goals import at_most, reported
-from bench.gpu_parts.large import Report
+from bench.gpu_parts.goals import Report, at_most, reported
 from bench.gpu_parts.scale import Scale
 from bench.gpu_parts.session import Clock, Session
 from slipstream.device.events import EventPool, Recorder

@@ -26,6 +26,9 @@ class Goal:
         return {**asdict(self), "holds": self.holds}
 
 
+Report = tuple[dict[str, Any], list[Goal]]  # what a phase gives: its part of the JSON, and its goals
+
+
 def at_most(what: str, value: float | None, limit: float) -> Goal:
     return Goal(what=what, value=value, sign="<=", limit=limit)
 

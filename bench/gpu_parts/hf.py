@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gpu_parts.goals import Goal, ratio, reported
-from bench.gpu_parts.large import Report
+from bench.gpu_parts.goals import Goal, Report, ratio, reported
 from bench.gpu_parts.scale import Scale
 from bench.gpu_parts.session import Clock, Session, serve, tokens
 from bench.gpu_parts.small import slots_for

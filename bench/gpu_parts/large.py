@@ -7,7 +7,7 @@ timed, not how well. Prompts are random ids of one length, answers have a fixed 
 import statistics
 from typing import Any
 
-from bench.gpu_parts.goals import Goal, at_least, at_most, ratio, reported
+from bench.gpu_parts.goals import Goal, Report, at_least, at_most, ratio, reported
 from bench.gpu_parts.scale import Scale, chosen
 from bench.gpu_parts.session import PRUNING, Clock, Served, Session, row, serve, tokens
 from slipstream.lab.ceilings import ceilings, row_key
@@ -16,7 +16,6 @@ from slipstream.rehearse import time_step
 
 # Output tok/s of vLLM 0.26 on an H200, prompt 128, output 128, measured for issue 4: concurrency -> figure.
 VLLM = {1: 188.0, 32: 5010.0, 256: 14950.0}
-Report = tuple[dict[str, Any], list[Goal]]
 
 
 def start(session: Session, scale: Scale, clock: Clock) -> Report:

@@ -6,8 +6,8 @@ With answers that end where the model ends them: what speculation gains on real 
 
 from typing import Any
 
-from bench.gpu_parts.goals import Goal, at_least, at_most, ratio, reported
-from bench.gpu_parts.large import Report, path_goals, probe_line
+from bench.gpu_parts.goals import Goal, Report, at_least, at_most, ratio, reported
+from bench.gpu_parts.large import path_goals, probe_line
 from bench.gpu_parts.scale import Scale
 from bench.gpu_parts.session import PRUNING, Clock, Served, Session, row, serve, slow_decisions, tokens
 from slipstream.config import MODES
