@@ -4,7 +4,7 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,9 @@ from slipstream.device.staging import Exporter
 from slipstream.draft.ngram import NGramDraft
 from slipstream.engine import Engine
 from slipstream.llm import LLM
-from slipstream.load import Models
 from slipstream.plan import Decision
 from slipstream.testing import tiny_models, tiny_spec
-from tests.lossless.harness import judge, run, scripted_cost
+from tests.lossless.harness import judge, on, run, scripted_cost
 
 pytestmark = pytest.mark.gpu
 
@@ -31,20 +30,11 @@ SPEC = tiny_spec(vocab_size=20)
 PROMPTS = [[(7 * i + 3 * j) % 17 + 3 for j in range(1 + (5 * i) % 29)] for i in range(20)]
 
 
-def on_gpu(models: Models) -> Models:
-    """The same weights on the GPU."""
-    target = models.target.to("cuda")
-    network = models.network and models.network.to("cuda")
-    if network is not None:
-        network.share(target)
-    return replace(models, target=target, network=network)
-
-
 def serving(algorithm: str) -> dict[str, Any]:
     """Models on the GPU, and the drafter where it is not a network."""
     if algorithm == "ngram":
-        return {"models": on_gpu(tiny_models(spec=SPEC)), "drafter": NGramDraft(torch.device("cuda"))}
-    return {"models": on_gpu(tiny_models(algorithm, spec=SPEC))}
+        return {"models": on("cuda", tiny_models(spec=SPEC)), "drafter": NGramDraft(torch.device("cuda"))}
+    return {"models": on("cuda", tiny_models(algorithm, spec=SPEC))}
 
 
 def params_for(temperature: float) -> list[SamplingParams]:
@@ -89,7 +79,7 @@ def test_launches_do_not_synchronise(mode: str, algorithm: str, monkeypatch: pyt
 
 def engine_of(mode: str, **options: Any) -> LLM:
     """A tiny pair on the GPU with a cost model that makes widths vary."""
-    models = on_gpu(tiny_models("dspark", spec=SPEC))
+    models = on("cuda", tiny_models("dspark", spec=SPEC))
     speculative = SpeculativeConfig() if mode == "off" else SpeculativeConfig.for_mode(mode, draft_model="tiny")
     policy = None
     if mode != "off":
@@ -111,7 +101,7 @@ def test_replays_equal_the_stages_they_record(mode: str) -> None:
 
 def test_look_up_learns_beside_replays() -> None:
     """The n-gram drafter hears what became of its drafts though acceptance is a graph."""
-    models, drafter = on_gpu(tiny_models(spec=SPEC)), NGramDraft(torch.device("cuda"))
+    models, drafter = on("cuda", tiny_models(spec=SPEC)), NGramDraft(torch.device("cuda"))
     run(models, "lag", PROMPTS, params_for(0.0), drafter=drafter)
     assert float(drafter._accepted._counts.sum()) > 0
 

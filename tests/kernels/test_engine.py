@@ -3,29 +3,18 @@
 On a CPU the kernels are interpreted and stages run as they are; on a GPU they are replayed.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from slipstream.config import MODES, SamplingParams
 from slipstream.draft.ngram import NGramDraft
-from slipstream.load import Models
 from slipstream.testing import tiny_models, tiny_spec
-from tests.lossless.harness import judge, run
+from tests.lossless.harness import judge, on, run
 
 # The interpreter is NumPy, which warns of what padding rows do.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SPEC = tiny_spec(vocab_size=20)
 PROMPTS = [[(7 * i + 3 * j) % 17 + 3 for j in range(1 + (5 * i) % 11)] for i in range(4)]
-
-
-def on(device: str, models: Models) -> Models:
-    """The same weights there."""
-    target, network = models.target.to(device), models.network and models.network.to(device)
-    if network is not None:
-        network.share(target)
-    return replace(models, target=target, network=network)
 
 
 def params_for(temperature: float, **more: float) -> list[SamplingParams]:

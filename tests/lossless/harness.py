@@ -5,7 +5,7 @@ were not verified. Anything else is inconclusive, which is a failure of the test
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -48,6 +48,14 @@ class NearTies:
 class Run:
     answers: list[tuple[int, ...]]
     totals: SpecCounters
+
+
+def on(device: str, models: Models) -> Models:
+    """The same weights there."""
+    target, network = models.target.to(device), models.network and models.network.to(device)
+    if network is not None:
+        network.share(target)
+    return replace(models, target=target, network=network)
 
 
 def scripted_cost(row_ms: float = 0.5, fixed_ms: float = 4.0) -> CostModel:
