@@ -18,7 +18,8 @@ from slipstream.backends import BACKENDS, Ingredients
 from slipstream.cache.pages import PageAllocator
 from slipstream.config import DEFAULT_MAX_DRAFTS, NGRAM, EngineConfig, SpeculativeConfig
 from slipstream.decide.cost import CostModel, CostProfile
-from slipstream.decide.policy import FullWidth, Policy, draft_lengths, draft_signal, make_policy
+from slipstream.decide.pace import draft_lengths
+from slipstream.decide.policy import FullWidth, Policy, draft_signal, make_policy
 from slipstream.decide.survival import find_calibration
 from slipstream.draft.base import Drafter
 from slipstream.draft.ngram import NGramDraft

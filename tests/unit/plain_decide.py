@@ -8,8 +8,7 @@ import math
 
 import numpy as np
 
-from slipstream.decide import lessons
-from slipstream.decide import policy as policies
+from slipstream.decide import lessons, pace
 from slipstream.decide import survival as constants
 from slipstream.decide.controller import MIN_MS
 
@@ -289,24 +288,24 @@ class Amortised:
         """A change since the last full draft, unless one came just before; or it is time."""
         lengths = [length for length, _, _ in self.lengths]
         full = [step for step, length in enumerate(lengths) if length == self.size]
-        if sum(self.decoded[step] for step in full) < policies.WARM_UP:
+        if sum(self.decoded[step] for step in full) < pace.WARM_UP:
             return True
         since_full = self.decoded[full[-1] :]
         probes = [step for step, (_, why, _) in enumerate(self.lengths) if why == "probe"]
         changed = len(set(since_full)) > 1
-        due = changed and len(lengths) - 1 - probes[-1] >= policies.PROBE_SPACING
+        due = changed and len(lengths) - 1 - probes[-1] >= pace.PROBE_SPACING
         drafted = [step for step, length in enumerate(lengths) if length]
         skipped, shortened = len(lengths) - 1 - drafted[-1], len(lengths) - 1 - full[-1]
-        return due or skipped >= policies.SKIPS_BEFORE_PROBE or shortened >= policies.SHORTS_BEFORE_PROBE
+        return due or skipped >= pace.SKIPS_BEFORE_PROBE or shortened >= pace.SHORTS_BEFORE_PROBE
 
     def _keeps(self, allowed):
         *_, choice = (step for step, (_, why, _) in enumerate(self.lengths) if why != "kept")
         _, why, allowed_then = self.lengths[choice]
-        recent = len(self.lengths) - choice < policies.CHOICE_SPACING
-        return why == "chosen" and recent and abs(allowed - allowed_then) <= allowed_then * policies.MUCH
+        recent = len(self.lengths) - choice < pace.CHOICE_SPACING
+        return why == "chosen" and recent and abs(allowed - allowed_then) <= allowed_then * pace.MUCH
 
     def _best(self, plan):
-        draft_ms = {n: self.cost.draft_ms(n, plan.num_decode) for n in policies.draft_lengths(self.size)}
+        draft_ms = {n: self.cost.draft_ms(n, plan.num_decode) for n in pace.draft_lengths(self.size)}
         kv, given, caps = (v.astype(int) for v in (plan.context_upper_bound_np, plan.num_given_np, plan.caps_np))
         emitting = int(plan.emits_np.sum())
         rates = best_rate_by_length(self.expected(plan), caps, kv, given, emitting, self.cost.step, draft_ms)
@@ -317,10 +316,7 @@ class Amortised:
     def steps_if_timed(self):
         """Steps since the last one that was; 0: this one is not."""
         self.num_timed += 1
-        if (
-            self.num_timed > policies.TIMED_EARLY
-            and math.modf(self.num_timed * policies.TURN)[0] >= policies.TIMED_SHARE
-        ):
+        if self.num_timed > pace.TIMED_EARLY and math.modf(self.num_timed * pace.TURN)[0] >= pace.TIMED_SHARE:
             return 0
         steps, self.latest = self.num_timed - self.latest, self.num_timed
         return steps

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from slipstream.config import SpeculativeConfig
-from slipstream.decide import lessons
+from slipstream.decide import lessons, pace
 from slipstream.decide import policy as policies
 from slipstream.decide.controller import DecisionRecord, replay
 from slipstream.decide.cost import CostModel, DraftTimes, LinearCost, TableCost
@@ -33,14 +33,14 @@ def made(mode, cost=LINEAR, *, num_drafts=S, draft_ms=0.0, learns=False, fixed_l
     policy, _ = make_policy(config, num_drafts=num_drafts, cost=model, learns=learns, **other)
     if fixed_length and isinstance(policy, Adaptive):
         drafts_only(policy, num_drafts)
-        policy._lengths._seen = policies.WARM_UP
+        policy._lengths._seen = pace.WARM_UP
     return policy
 
 
 def drafts_only(policy, length):
     """From the next step on there is one draft length to choose."""
     policy._lengths.sizes = [length]
-    policy._lengths._age = policies.CHOICE_SPACING
+    policy._lengths._age = pace.CHOICE_SPACING
 
 
 @dataclass
@@ -579,18 +579,18 @@ def test_good_drafts_are_drafted_in_full(mode):
 @pytest.mark.parametrize("mode", ADAPTIVE_MODES)
 def test_where_speculation_does_not_pay_it_is_skipped_and_probed(mode):
     policy = made(mode, LinearCost(2.0, 3.0), draft_ms=2.0, fixed_length=False, learns=True)
-    lengths = lengths_of(policy, 100 + policies.WARM_UP, [0.05] * S)
+    lengths = lengths_of(policy, 100 + pace.WARM_UP, [0.05] * S)
     assert set(lengths) == {0, S}
-    assert lengths[: policies.WARM_UP] == [S] * policies.WARM_UP
-    lengths = lengths[policies.WARM_UP - 1 :]
+    assert lengths[: pace.WARM_UP] == [S] * pace.WARM_UP
+    lengths = lengths[pace.WARM_UP - 1 :]
     probes = [step for step, length in enumerate(lengths) if length]
-    assert all(b - a == policies.SKIPS_BEFORE_PROBE + 1 for a, b in itertools.pairwise(probes))
+    assert all(b - a == pace.SKIPS_BEFORE_PROBE + 1 for a, b in itertools.pairwise(probes))
     assert 5 <= len(probes) <= 9
 
 
 def test_a_change_of_batch_size_is_probed():
     policy = made("lag", LinearCost(2.0, 3.0), draft_ms=2.0, fixed_length=False)
-    policy._lengths._seen = policies.WARM_UP
+    policy._lengths._seen = pace.WARM_UP
     drive, rows = Drive(policy), [Row(0, 1), Row(1, 2), Row(2, 3)]
     for _ in range(8):
         drive.step(rows, np.full((3, S), 0.05))
@@ -617,7 +617,7 @@ def test_a_draft_length_is_kept_for_a_few_steps_unless_much_changes():
     best, chosen = policy._best_length, []
     policy._best_length = lambda plan, cost: chosen.append(plan.step) or best(plan, cost)
     drive, rows = Drive(policy), [Row(s, s) for s in range(32)]
-    policy._lengths._seen = policies.WARM_UP
+    policy._lengths._seen = pace.WARM_UP
     for _ in range(12):
         drive.step(rows, np.full((32, S), 0.9))
     assert chosen == [1, 5, 9]  # the first step of 32 requests is a probe
@@ -754,12 +754,12 @@ def test_measured_times_correct_the_price(mode):
 
 
 def test_a_quarter_of_the_steps_is_timed_whatever_their_rhythm_and_all_are_counted():
-    timing = policies._Timing()
-    steps = [timing.steps_if_due() for _ in range(policies.TIMED_EARLY + 8000)]
-    assert steps[: policies.TIMED_EARLY] == [1] * policies.TIMED_EARLY
+    timing = pace.Timing()
+    steps = [timing.steps_if_due() for _ in range(pace.TIMED_EARLY + 8000)]
+    assert steps[: pace.TIMED_EARLY] == [1] * pace.TIMED_EARLY
     due = np.flatnonzero(steps)
     assert sum(steps) == due[-1] + 1
-    later = due[policies.TIMED_EARLY :]
+    later = due[pace.TIMED_EARLY :]
     assert len(later) == pytest.approx(2000, abs=20)
     assert max(steps) <= 5
     for rhythm in (2, 3, 4, 5, 8, 16, 17, 33):
