@@ -52,7 +52,7 @@ class Parts:
 def torch_parts(given: Ingredients) -> Parts:
     """Exact sizes, every operation launched by itself; on any device."""
     models, sizes = given.models, given.sizes
-    pools = make_pools(given)
+    pools = _make_pools(given)
     drafter = given.made
     if given.network is not None:
         drafter = BlockDraft(given.network, pools[1], models.vocab_size)
@@ -74,7 +74,7 @@ def triton_parts(given: Ingredients) -> Parts:
     from slipstream.verify.fused import FusedCoupledRule, FusedTarget
 
     models, sizes = given.models, given.sizes
-    pools, state = make_pools(given), _slot_state(sizes, models.device)
+    pools, state = _make_pools(given), _slot_state(sizes, models.device)
     captures_drafts = given.coupled and given.network is not None
     backend = TritonBackend(
         state,
@@ -108,7 +108,7 @@ def triton_parts(given: Ingredients) -> Parts:
 BACKENDS: dict[str, Callable[[Ingredients], Parts]] = {"torch": torch_parts, "triton": triton_parts}
 
 
-def make_pools(given: Ingredients) -> tuple[KVPool, ...]:
+def _make_pools(given: Ingredients) -> tuple[KVPool, ...]:
     """The target's, and a second one for a drafter that keeps KV of its own."""
     models, sizes = given.models, given.sizes
 
@@ -120,12 +120,12 @@ def make_pools(given: Ingredients) -> tuple[KVPool, ...]:
 
     specs: list[DecoderSpec | DrafterSpec] = [models.target.spec]
     if given.network is not None:
-        check_draft_vocabulary(given.network, models.vocab_size)
+        _check_draft_vocabulary(given.network, models.vocab_size)
         specs.append(given.network.spec)
     return tuple(pool(spec) for spec in specs)
 
 
-def check_draft_vocabulary(network: BlockDrafter, vocab_size: int) -> None:
+def _check_draft_vocabulary(network: BlockDrafter, vocab_size: int) -> None:
     """Noise and rejection go by the ids that the tokenizer knows; a padding id of the table has no place there."""
     highest = int(network.draft_token_ids[-1])  # they ascend
     if network.spec.draft_vocab_size is not None and highest >= vocab_size:
