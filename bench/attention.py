@@ -1,12 +1,13 @@
 """How `kernels.attention` should be launched: times its cuts in CUDA graphs and prints what each reaches of memory.
 
-    PYTHONPATH=$PWD python bench/attention.py [--only 8b] [--seconds 95]
+    PYTHONPATH=$PWD python bench/attention.py [--only 8b] [--seconds 95] [--fused]
 
 Cases of the Qwen3-8B shape, of SmolLM2-135M and of their drafters' blocks. A graph walks through as many layers as the
 level-2 cache cannot hold, so every launch finds its KV in memory, as in a step. First all launches at the usual number
 of splits, then the best two at other numbers. Every output is compared with the first one's, and that with the
-definition. `GB/s` counts each key and value once. The last table holds the goals. JSON to $OUT (or runs/).
-Without a device, `--smoke` walks through everything on toys.
+definition. `GB/s` counts each key and value once. The last tables hold decoding in one launch against rotation, then
+attention (`--fused`: nothing but that), and the goals. JSON to $OUT (or runs/). Without a device, `--smoke` walks
+through everything on toys.
 """
 
 import argparse
@@ -29,8 +30,9 @@ if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 
 from slipstream.kernels import attention as kernels  # noqa: E402  (the interpreter is chosen before triton is imported)
-from slipstream.kernels import rope  # noqa: E402
-from slipstream.kernels.attention import Launch, Tiles, block_attention, choose_splits, paged_attention  # noqa: E402
+from slipstream.kernels import own_attention, rope  # noqa: E402
+from slipstream.kernels.attention import Launch, Tiles, choose_splits, paged_attention  # noqa: E402
+from slipstream.kernels.own_attention import block_attention, decode_attention  # noqa: E402
 
 DEVICE = "cuda" if HAS_CUDA else "cpu"
 DTYPE = torch.bfloat16 if HAS_CUDA else torch.float32
@@ -62,6 +64,11 @@ class Case:
     @property
     def num_tiles(self) -> int:
         return self.num_seqs * -(-self.rows // self.tile_rows)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether `decode_attention` can do it, and a launch less is worth a look."""
+        return not self.block and self.tile_rows == self.rows and self.context <= 300
 
     @property
     def packed_rows(self) -> int:
@@ -101,6 +108,8 @@ CASES = (
     small("smollm2 32 x 300, w 7", 32, 292, 8),
     small("smollm2 256 x 300, w 0", 256, 299, 1),
     small("smollm2 256 x 300, w 7", 256, 292, 8),
+    Case("8b 1 x 256, w 0", 1, 255, 1),
+    Case("8b 1 x 256, w 7", 1, 248, 8),
     small("smollm2 32 x 2048, w 7", 32, 2040, 8),
     small("smollm2 drafter 1 x 300", 1, 300, 8, block=True),
     small("smollm2 drafter 32 x 300", 32, 300, 8, block=True),
@@ -127,10 +136,12 @@ class Bench:
         self.table = torch.zeros(n + 1, pages_each + 3, dtype=torch.int64, device=DEVICE)
         self.table[:n, :pages_each] = order.view(n, pages_each)
         total = case.num_heads + 2 * case.num_kv_heads
-        qkv = torch.randn(n * case.rows, total * case.head_dim, dtype=DTYPE, device=DEVICE)
-        self.q, self.k, self.v = qkv.view(-1, total, case.head_dim).split(
+        self.qkv = torch.randn(n * case.rows, total * case.head_dim, dtype=DTYPE, device=DEVICE)
+        self.q, self.k, self.v = self.qkv.view(-1, total, case.head_dim).split(
             [case.num_heads, case.num_kv_heads, case.num_kv_heads], dim=1
         )
+        self.unturned = torch.zeros(1, case.head_dim, device=DEVICE)  # stands for every position
+        self.unturned[:, : case.head_dim // 2] = 1
         places = [(b, first) for b in range(n) for first in range(0, case.rows, case.tile_rows)]
         records = [
             [b * case.rows + first, min(case.tile_rows, case.rows - first), b, case.context + first]
@@ -145,8 +156,8 @@ class Bench:
         case, shared = self.case, (self.table, self.case.head_dim**-0.5, None, self.workspace)
         pages, tiles = (self.keys[layer], self.values[layer]), Tiles(self.records, case.tile_rows, num_splits)
         if case.block:
-            blocks = (x.unflatten(0, (case.num_seqs, case.rows)) for x in (self.q, self.k, self.v))
-            return block_attention(*blocks, *pages, tiles, *shared, launch=launch).flatten(0, 1)
+            turn = self.unturned, None, None, 1e-6
+            return block_attention(self.qkv, *pages, tiles, shared[0], *turn, *shared[1:], launch=launch)
         return paged_attention(self.q, *pages, tiles, *shared, launch=launch)
 
     def expected(self, b: int) -> Tensor:
@@ -165,6 +176,67 @@ class Bench:
     def time_us(self, launch: Launch | None, num_splits: int) -> float:
         count = max(self.num_layers, 20)
         return time_graph(lambda i: self.call(i % self.num_layers, launch, num_splits), count)
+
+
+class Fused(Bench):
+    """A layer's rotation, KV write and attention, in two launches or in one; head norms for heads of 128."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        rows = torch.arange(case.num_seqs * case.rows, device=DEVICE)
+        slots = rows // case.rows
+        self.positions = case.context + rows % case.rows
+        ps, table = case.page_size, self.table[slots, self.positions // case.page_size]
+        self.kv_slots = table * ps + self.positions % ps
+        self.cos_sin = torch.randn(case.context + case.rows, case.head_dim, device=DEVICE).clamp(-1, 1)
+        norm = torch.ones(case.head_dim, dtype=DTYPE, device=DEVICE) if case.head_dim == 128 else None
+        self.turn = self.cos_sin, norm, norm, 1e-6
+        self.how = case.head_dim**-0.5, None, self.workspace
+
+    def rope(self, layer: int, qkv: Tensor) -> None:
+        pages = self.keys[layer], self.values[layer]
+        rope.rope_and_store(qkv, self.positions, *self.turn, *pages, self.kv_slots, self.case.num_heads)
+
+    def attend(self, layer: int, qkv: Tensor) -> Tensor:
+        case, pages = self.case, (self.keys[layer], self.values[layer])
+        q = qkv.view(len(qkv), -1, case.head_dim)[:, : case.num_heads]
+        return paged_attention(q, *pages, Tiles(self.records, case.rows, case.splits), self.table, *self.how)
+
+    def decode(self, layer: int, qkv: Tensor, launch: Launch | None, num_splits: int) -> Tensor:
+        pages, tiles = (self.keys[layer], self.values[layer]), Tiles(self.records, self.case.rows, num_splits)
+        return decode_attention(qkv, *pages, tiles, self.table, *self.turn, self.kv_slots, *self.how, launch=launch)
+
+    def time(self, call: Callable[[int], Any]) -> float:
+        return time_graph(lambda i: call(i % self.num_layers), max(self.num_layers, 20))
+
+    def compare(self) -> dict[str, Any]:
+        """Microseconds of both ways and of attention alone, the best other launch, and how far their outputs differ."""
+        rows, splits = self.qkv.clone(), self.case.splits
+
+        def both(layer: int) -> Tensor:
+            self.rope(layer, rows)
+            return self.attend(layer, rows)
+
+        expected = both(0)
+        difference = float((self.decode(0, self.qkv, None, splits) - expected).abs().max())
+        found = {
+            "rope_and_attention": self.time(both),
+            "attention": self.time(lambda layer: self.attend(layer, rows)),
+            "decode_attention": self.time(lambda layer: self.decode(layer, self.qkv, None, splits)),
+        }
+        others = {
+            launch: self.time(lambda layer, cut=launch: self.decode(layer, self.qkv, cut, splits))  # type: ignore[misc]
+            for launch in launches(self.case)
+        }
+        best = min(others, key=lambda launch: others[launch])
+        return {"case": self.case.name, **found, "best": others[best], "best_launch": dataclasses.astuple(best),
+                "difference": difference}  # fmt: skip
+
+
+def describe_fused(row: dict[str, Any]) -> str:
+    times = "rope + attention {rope_and_attention:.2f} us, decode_attention {decode_attention:.2f}".format(**row)
+    rest = "attention alone {attention:.2f}, best {best:.2f} by {best_launch}".format(**row)
+    return f"{row['case']}: {times} ({rest}){'' if row['difference'] < 2e-2 else '  DIFFERS'}"
 
 
 def time_graph(call: Callable[[int], Any], count: int) -> float:
@@ -214,16 +286,19 @@ def compile_all(cases: list[Case]) -> float:
         return 0.0
     from triton.runtime._async_compile import AsyncCompileMode
 
-    kernel = kernels._attention_kernel
-    kernels._attention_kernel = _Warmup(kernel)
+    kernel, own_kernel = kernels._attention_kernel, own_attention._own_rows_kernel
+    kernels._attention_kernel, own_attention._own_rows_kernel = _Warmup(kernel), _Warmup(own_kernel)
     try:
         with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
             for case in cases:
-                bench = Bench(dataclasses.replace(case, num_seqs=1, context=16, rows=min(case.rows, 32)))
+                few = dataclasses.replace(case, num_seqs=1, context=16, rows=min(case.rows, 32))
+                bench, fused = Bench(few), Fused(few) if case.decodes else None
                 for launch in {None, *launches(case)}:
                     bench.call(0, launch, 1)
+                    if fused:
+                        fused.decode(0, fused.qkv, launch, 1)
     finally:
-        kernels._attention_kernel = kernel
+        kernels._attention_kernel, own_attention._own_rows_kernel = kernel, own_kernel
     return time.perf_counter() - began
 
 
@@ -339,6 +414,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--seconds", type=float, default=95.0, help="no case begins after this")
+    parser.add_argument("--fused", action="store_true", help="decoding in one launch against two, and nothing else")
     parser.add_argument("--smoke", action="store_true", help="toys, on whatever is there")
     args = parser.parse_args()
     began = time.perf_counter()
@@ -347,7 +423,7 @@ def main() -> None:
     copy = copy_bandwidth()
     print(f"copy bandwidth {copy:.0f} GB/s; compiled in {compile_all(cases):.0f} s")
     results: dict[str, Any] = {}
-    for case in cases:
+    for case in [] if args.fused else cases:
         if time.perf_counter() - began > args.seconds:
             print(f"no time left for {case.name}")
             continue
@@ -355,6 +431,8 @@ def main() -> None:
         show(results[case.name], copy)
         if case.name.startswith(("8b 32 x 4096, w 7", "smollm2 32 x 300, w 7", "toy 2")):
             print(other_page_size(results[case.name], 64))
+    fused = [Fused(case).compare() for case in cases if case.decodes]
+    print("decoding in one launch", *map(describe_fused, fused), sep="\n    ")
     for heads in ((9, 3, 64), (32, 8, 128)):
         print(*(time_rope(rows, *heads) for rows in ((1, 32, 256) if HAS_CUDA else (1,))), sep="\n")
     usual = {name: float(found["rows"][0]["us"]) for name, found in results.items()}
@@ -363,7 +441,12 @@ def main() -> None:
         print(title, *goals(times, copy, results), sep="\n    ")
     folder = Path(os.environ.get("OUT", "runs"))
     folder.mkdir(parents=True, exist_ok=True)
-    report = {"copy_gb_per_s": copy, "results": list(results.values()), "seconds": time.perf_counter() - began}
+    report = {
+        "copy_gb_per_s": copy,
+        "results": list(results.values()),
+        "fused": fused,
+        "seconds": time.perf_counter() - began,
+    }
     (folder / "attention.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

@@ -11,18 +11,17 @@ from slipstream.device.state import SlotState
 from slipstream.device.triton import StepBuffers
 from slipstream.draft.base import Draft, DraftView, Sampler
 from slipstream.draft.block import BlockDraft
-from slipstream.kernels.attention import Tiles, Workspace, block_attention, choose_splits
+from slipstream.kernels.attention import Tiles, Workspace, choose_splits
 from slipstream.kernels.batch import draft_inputs
 from slipstream.kernels.draft import confidence, draft_chain, draft_workspace
 from slipstream.kernels.linear import fused_linear
-from slipstream.kernels.rope import rope_in_place, store_context
+from slipstream.kernels.own_attention import block_attention
+from slipstream.kernels.rope import store_context
 from slipstream.models.drafters import BlockDrafter
 from slipstream.models.fused import FusedDrafter
 
 
 class FusedBlockDraft(BlockDraft):
-    captures = True
-
     def __init__(
         self, network: BlockDrafter, pool: KVPool, num_token_ids: int, state: SlotState, workspace: Workspace,
         buffers: StepBuffers,
@@ -38,11 +37,11 @@ class FusedBlockDraft(BlockDraft):
 
     def propose(self, view: DraftView, num_drafts: int, sampler: Sampler, signal: str) -> Draft:
         count, num_rows = len(view.slots), self.network.spec.rows(num_drafts)
-        input_ids, positions, anchors, blocks = draft_inputs(
+        input_ids, _, anchors, blocks = draft_inputs(
             view.slots, self._state.context, self._state.token_ids, self.network.spec.mask_token_id, num_rows,
             self.max_position,
         )  # fmt: skip
-        flat = self._hidden(blocks, input_ids, positions)
+        flat = self._hidden(blocks, input_ids)
         hidden = flat.view(count, num_rows, -1)
         draft_rows = hidden[:, num_rows - num_drafts :]  # fill-in: row 0 predicts nothing
         logits = self._forward.base_logits(draft_rows.reshape(count * num_drafts, -1)).view(count, num_drafts, -1)
@@ -59,24 +58,19 @@ class FusedBlockDraft(BlockDraft):
             self.pool.values, kv_slots,
         )  # fmt: skip
 
-    def _hidden(self, blocks: Tensor, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """blocks [D, 4], input_ids, positions [D, n], all as `draft_inputs` makes them -> [D * n, H]."""
+    def _hidden(self, blocks: Tensor, input_ids: Tensor) -> Tensor:
+        """blocks [D, 4] and input_ids [D, n], as `draft_inputs` makes them -> [D * n, H]."""
         spec, (count, num_rows) = self.network.spec, input_ids.shape
         tiles = Tiles(blocks, num_rows, choose_splits(count, spec.num_kv_heads, self._state.max_len))
+        forward = self._forward
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
-            rope_in_place(
-                qkv, positions.flatten(), self._forward.cos_sin, *self._forward.head_norms(layer), self._forward.eps,
-                spec.num_heads, spec.num_kv_heads,
-            )  # fmt: skip
-            heads = qkv.view(count, num_rows, -1, spec.head_dim)
-            q, k, v = heads.split_with_sizes((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), 2)
             return block_attention(
-                q, k, v, *self.pool.by_page[layer], tiles, self._state.page_table, self._scale, spec.window(layer),
-                self._workspace,
-            ).flatten(0, 1)  # fmt: skip
+                qkv, *self.pool.by_page[layer], tiles, self._state.page_table, forward.cos_sin,
+                *forward.head_norms(layer), forward.eps, self._scale, spec.window(layer), self._workspace,
+            )  # fmt: skip
 
-        return self._forward.hidden(input_ids.flatten(), attend)
+        return forward.hidden(input_ids.flatten(), attend)
 
     def _chain(
         self, slots: Tensor, draft_rows: Tensor, logits: Tensor, anchors: Tensor, sampler: Sampler, signal: str

@@ -1,10 +1,10 @@
-"""Attention over paged KV in Triton: any mix of prefill, verify and decode rows, and a drafter's blocks.
+"""Attention over paged KV in Triton: any mix of prefill, verify and decode rows.
 
-One kernel does both. A program owns a *tile* (a few rows of one sequence), one KV head and one split of the keys; the
-query heads that share the KV head are packed beside the rows, so that every key is read once for all of them. What a
-launch needs beyond tensors are numbers of the padded step, so a launch can be captured in a CUDA graph: lengths are
-read on the device. It does not write KV (`kernels.rope` does). Called by the GPU networks; the reference, for any
-device, is `ops.attention`.
+A program owns a *tile* (a few rows of one sequence), one KV head and one split of the keys; the query heads that share
+the KV head are packed beside the rows, so that every key is read once for all of them. What a launch needs beyond
+tensors are numbers of the padded step, so a launch can be captured in a CUDA graph: lengths are read on the device. It
+does not write KV (`kernels.rope` does). Called by the GPU networks; `kernels.own_attention`, for rows that bring their
+keys, shares its parts. The reference, for any device, is `ops.attention`.
 
 Letters in shapes: R rows, B sequences, N slots, P pages of a slot, T tiles, nh, nkv, hd heads, KV heads, head size.
 """
@@ -27,6 +27,7 @@ FIRST_SPLITS, FURTHER_TOKENS = 4, 256
 _FIRST_SPLITS, _FURTHER_TOKENS = tl.constexpr(FIRST_SPLITS), tl.constexpr(FURTHER_TOKENS)
 # A GPU that is nearly empty gains by splits that would otherwise cost more in the reduction than they save.
 FEW_PAIRS = 24
+LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,56 +101,41 @@ def paged_attention(
     page_table [N + 1, P] int64. A row sees the positions of its slot up to its own, of the last `window` only where one
     is given (the row itself counts). KV of the rows is stored already. Rows that belong to no tile are not written.
     """
-    out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2]) if out is None else out
-    _run(q, out, tiles, None, key_pages, value_pages, page_table, scale, window, workspace, launch)
-    return out
-
-
-def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, key_pages: Tensor, value_pages: Tensor, blocks: Tiles, page_table: Tensor,
-    scale: float, window: int | None, workspace: Workspace, *, launch: Launch | None = None,
-) -> Tensor:  # fmt: skip
-    """A drafter's blocks: q [D, n, nh, hd], k, v [D, n, nkv, hd] (views of one tensor or alike) -> [D, n, nh * hd].
-
-    A block is one tile of n rows. Its rows see the KV of the pages before the position of the first row, and the whole
-    block; on a sliding layer (`window`) only what lies within window - 1 before them, and the block causally.
-    """
-    num_blocks, n, num_heads, head_dim = q.shape
-    assert blocks.block_q == n and k.stride() == v.stride(), f"{blocks.block_q} rows, strides {k.stride(), v.stride()}"
-    out = q.new_empty(num_blocks, n, num_heads * head_dim)
-    rows, *own = (_flat(x) for x in (q, k, v))
-    _run(rows, out.flatten(0, 1), blocks, own, key_pages, value_pages, page_table, scale, window, workspace, launch)
-    return out
-
-
-def _run(
-    q: Tensor, out: Tensor, tiles: Tiles, own: list[Tensor] | None, key_pages: Tensor, value_pages: Tensor,
-    page_table: Tensor, scale: float, window: int | None, workspace: Workspace, launch: Launch | None,
-) -> None:  # fmt: skip
     _, num_heads, head_dim = q.shape
+    assert q.stride()[1:] == (head_dim, 1), f"heads of q must stand side by side, strides {q.stride()}"
+    options = launch_options(num_heads, head_dim, q.dtype, key_pages, value_pages, tiles, workspace, launch)
+    out = q.new_empty(len(q), num_heads * head_dim) if out is None else out
+    _attention_kernel[(key_pages.shape[2], tiles.num_splits, len(tiles.records))](
+        out, q, key_pages, value_pages, tiles.records, page_table,
+        workspace.partials, workspace.stats, workspace.arrivals,
+        q.stride(0), out.stride(0), page_table.stride(0), page_table.shape[1],
+        window or 0, scale * LOG2_E, HAS_WINDOW=window is not None, **options,
+    )  # fmt: skip
+    return out
+
+
+def launch_options(
+    num_heads: int, head_dim: int, dtype: torch.dtype, key_pages: Tensor, value_pages: Tensor, tiles: Tiles,
+    workspace: Workspace, launch: Launch | None,
+) -> dict[str, int]:  # fmt: skip
+    """What every kernel over pages is compiled for and cut by; asserts that they and the workspace fit the launch."""
     _, page_size, num_kv_heads, _ = key_pages.shape
     group, (num_tiles, num_fields) = num_heads // num_kv_heads, tiles.records.shape
     packed_rows, padded_dim = _packed_rows(tiles.block_q, group), _padded(head_dim)
-    assert q.stride()[1:] == (head_dim, 1), f"heads of q must stand side by side, strides {q.stride()}"
     assert key_pages.is_contiguous() and value_pages.is_contiguous()
     assert num_fields == 4 and tiles.records.is_contiguous(), f"records {tiles.records.shape, tiles.records.stride()}"
     pairs = num_tiles * num_kv_heads
     assert tiles.num_splits == 1 or _fits(workspace, pairs, tiles.num_splits, packed_rows, padded_dim), (
         f"the workspace is too small for {pairs} x {tiles.num_splits} programs of {packed_rows} rows"
     )
-    launch = launch or choose_launch(packed_rows, head_dim, q.dtype, pairs)
-    own_keys, own_values = own or (q, q)
-    _attention_kernel[(num_kv_heads, tiles.num_splits, num_tiles)](
-        out, q, key_pages, value_pages, own_keys, own_values, tiles.records, page_table,
-        workspace.partials, workspace.stats, workspace.arrivals,
-        q.stride(0), out.stride(0), own_keys.stride(0), page_table.stride(0), page_table.shape[1],
-        tiles.block_q, window or 0, tiles.num_splits, launch.min_split_tokens.bit_length() - 1, scale * math.log2(math.e),
-        GROUP=group, HEAD_DIM=head_dim, NUM_KV_HEADS=num_kv_heads, PAGE_SIZE=page_size, ROWS=packed_rows, DIM=padded_dim,
-        BLOCK_N=launch.block_n, HAS_WINDOW=window is not None,
-        OWN_N=0 if own is None else max(16, triton.next_power_of_2(tiles.block_q)),
-        MERGED=_merged(packed_rows * padded_dim, launch),
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
-    )  # fmt: skip
+    launch = launch or choose_launch(packed_rows, head_dim, dtype, pairs)
+    return {
+        "num_splits": tiles.num_splits, "min_split_log2": launch.min_split_tokens.bit_length() - 1,
+        "GROUP": group, "HEAD_DIM": head_dim, "NUM_KV_HEADS": num_kv_heads, "PAGE_SIZE": page_size,
+        "ROWS": packed_rows, "DIM": padded_dim, "BLOCK_N": launch.block_n,
+        "MERGED": _merged(packed_rows * padded_dim, launch),
+        "num_warps": launch.num_warps, "num_stages": launch.num_stages,
+    }  # fmt: skip
 
 
 def _merged(size: int, launch: Launch) -> int:
@@ -185,14 +171,6 @@ def choose_launch(packed_rows: int, head_dim: int, dtype: torch.dtype, pairs: in
     return Launch(128, 4, 3, shortest)
 
 
-def _flat(rows: Tensor) -> Tensor:
-    """[D, n, heads, hd] -> [D * n, heads, hd] without a copy."""
-    num_blocks, n, heads, head_dim = rows.shape
-    assert num_blocks == 1 or rows.stride(0) == n * rows.stride(1), f"blocks must follow each other, {rows.stride()}"
-    assert rows.stride()[2:] == (head_dim, 1), f"heads must stand side by side, strides {rows.stride()}"
-    return rows.as_strided((num_blocks * n, heads, head_dim), rows.stride()[1:])
-
-
 def _packed_rows(block_q: int, group: int) -> int:
     """Rows of a program's matrices: all heads of the group for all rows of a tile; a product needs 16."""
     return max(16, int(triton.next_power_of_2(block_q * group)))
@@ -212,60 +190,80 @@ def _fits(workspace: Workspace, pairs: int, num_splits: int, packed_rows: int, p
 
 
 # Arguments that differ between launches of one engine: specialising on 1 or on multiples of 16 would compile variants.
-_VARYING = ["table_stride", "table_columns", "block_q", "window", "num_splits", "min_split_log2"]
+VARYING = ["table_stride", "table_columns", "window", "num_splits", "min_split_log2"]
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=VARYING)
 def _attention_kernel(
-    out, q, key_pages, value_pages, own_keys, own_values, records, page_table,
-    partials, stats, arrivals,
-    q_stride, out_stride, own_stride, table_stride, table_columns,
-    block_q, window, num_splits, min_split_log2, scale,
+    out, q, key_pages, value_pages, records, page_table, partials, stats, arrivals,
+    q_stride, out_stride, table_stride, table_columns, window, scale, num_splits, min_split_log2,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN_N: tl.constexpr,
-    MERGED: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """OWN_N = 0: tiles of rows; else blocks of block_q rows that also see each other, padded to OWN_N keys.
-
-    `scale` includes log2(e): all exponentials are of base 2. What a load needs is worked out before anything else.
-    """
+    """`scale` includes log2(e): all exponentials are of base 2. What a load needs is worked out before anything else."""
     kv_head, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    record = records + 4 * tile
-    row_base, num_rows = tl.load(record).to(tl.int64), tl.load(record + 1)
-    slot, start = tl.load(record + 2), tl.load(record + 3)
-
-    # Its keys: positions begin .. end - 1, cut into blocks, and the share of them that is this program's.
-    end = start if OWN_N > 0 else start + num_rows
+    row_base, num_rows, slot, start = read_record(records, tile)
+    end = start + num_rows
     begin = tl.maximum(start - window + 1, 0) if HAS_WINDOW else 0
-    first_block = begin // BLOCK_N
-    num_blocks = tl.cdiv(end, BLOCK_N) - first_block
-    share = _share(num_blocks, num_splits, min_split_log2, BLOCK_N)
+    first_block, num_blocks, share = cut(begin, end, num_splits, min_split_log2, BLOCK_N)
     # Rounding up may leave the last ones without work. One way out for all, after all of the record is asked for.
     if (num_rows == 0) | ((split > 0) & (split * share >= num_blocks)):
         return
     last_block = first_block + tl.minimum((split + 1) * share, num_blocks)
     first_block += split * share
-    is_last_split = (split + 1) * share >= num_blocks
 
-    offset = tl.arange(0, BLOCK_N)
     table = page_table + slot.to(tl.int64) * table_stride
     # Nobody waits for page numbers beyond this split's.
     table_columns = tl.minimum(table_columns, tl.cdiv(last_block * BLOCK_N, PAGE_SIZE))
-    pages = _lookup(table, table_columns, first_block * BLOCK_N, offset, PAGE_SIZE, BLOCK_N)
+    pages = lookup(table, table_columns, first_block * BLOCK_N, tl.arange(0, BLOCK_N), PAGE_SIZE, BLOCK_N)
     packed = tl.arange(0, ROWS)
     row, dim = packed // GROUP, tl.arange(0, DIM)
     kept_rows = row < num_rows
     kept = kept_rows[:, None] & (dim < HEAD_DIM)[None, :]
     head_at = (kv_head * GROUP + packed % GROUP) * HEAD_DIM
     queries = tl.load(q + ((row_base + row) * q_stride + head_at)[:, None] + dim[None, :], mask=kept, other=0.0)
-    if OWN_N > 0:  # the last split also takes the block's own keys; they are asked for now and needed last
-        other = tl.arange(0, OWN_N)
-        own_element = ((row_base + other) * own_stride + kv_head * HEAD_DIM)[:, None] + dim[None, :]
-        wanted = (other < tl.where(is_last_split, block_q, 0))[:, None] & (dim < HEAD_DIM)[None, :]
-        last_keys = tl.load(own_keys + own_element, mask=wanted, other=0.0)
-        last_values = tl.load(own_values + own_element, mask=wanted, other=0.0)
-    position = start + row
+    position = (start + row)[:, None]
 
+    acc, total, top = attend_pages(
+        queries, position, position, key_pages, value_pages, kv_head, pages, table, table_columns,
+        begin, end, first_block, last_block, window, scale,
+        HEAD_DIM, NUM_KV_HEADS, PAGE_SIZE, ROWS, DIM, BLOCK_N, HAS_WINDOW,
+    )  # fmt: skip
+    out_at = out + ((row_base + row) * out_stride + head_at)[:, None] + dim[None, :]
+    finish(
+        out_at, acc, total, top, partials, stats, arrivals, tile * NUM_KV_HEADS + kv_head, split, num_splits,
+        num_blocks, share, dim, kept, kept_rows, ROWS, DIM, MERGED,
+    )  # fmt: skip
+
+
+@triton.jit
+def read_record(records, tile):
+    """First row, number of rows, slot and first position of a tile: see `Tiles`."""
+    at = records + 4 * tile
+    return tl.load(at).to(tl.int64), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def cut(begin, end, num_splits, min_split_log2, BLOCK_N: tl.constexpr):
+    """Positions begin .. end - 1 in blocks: the first one, their number, and how many of them are a split's share."""
+    first_block = begin // BLOCK_N
+    num_blocks = tl.cdiv(end, BLOCK_N) - first_block
+    return first_block, num_blocks, _share(num_blocks, num_splits, min_split_log2, BLOCK_N)
+
+
+@triton.jit
+def attend_pages(
+    queries, position, last, key_pages, value_pages, kv_head, pages, table, table_columns,
+    begin, end, first_block, last_block, window, scale,
+    HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """A running softmax over blocks first_block .. last_block - 1 of what positions begin .. end - 1 keep in pages.
+
+    Rows stand at `position` [ROWS, 1] and see no position beyond `last`, a number or [ROWS, 1]; `pages` are those of
+    the first block. Returns acc [ROWS, DIM], total and top [ROWS], as `fold` takes them.
+    """
+    offset, dim = tl.arange(0, BLOCK_N), tl.arange(0, DIM)
     acc = tl.zeros([ROWS, DIM], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     # Finite, so that a row which sees nothing of a block subtracts no infinities.
@@ -275,29 +273,29 @@ def _attention_kernel(
         element = _elements(pages, block, offset, kv_head, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_N)
         element = element[:, None] + dim[None, :]
         # The next block's pages are looked up a block ahead: KV loads then wait for no other load.
-        pages = _lookup(table, table_columns, (block + 1) * BLOCK_N, offset, PAGE_SIZE, BLOCK_N)
+        pages = lookup(table, table_columns, (block + 1) * BLOCK_N, offset, PAGE_SIZE, BLOCK_N)
         there = (at >= begin) & (at < end) if HAS_WINDOW else at < end
         inside = there[:, None] & (dim < HEAD_DIM)[None, :]
         keys = tl.load(key_pages + element, mask=inside, other=0.0)
         values = tl.load(value_pages + element, mask=inside, other=0.0)
-        seen = at[None, :] <= (position[:, None] if OWN_N == 0 else end - 1)
+        seen = at[None, :] <= last
         if HAS_WINDOW:
-            seen = seen & (at[None, :] > position[:, None] - window)
-        acc, total, top = _fold(queries, keys, values, seen, scale, acc, total, top)
+            seen = seen & (at[None, :] > position - window)
+        acc, total, top = fold(queries, keys, values, seen, scale, acc, total, top)
+    return acc, total, top
 
-    if OWN_N > 0:  # noqa: SIM102  (known when compiling; joined by `and` it would not be)
-        if is_last_split:
-            own_seen = (other < block_q)[None, :]
-            if HAS_WINDOW:
-                own_seen = own_seen & (other[None, :] <= row[:, None]) & (other[None, :] > row[:, None] - window)
-            acc, total, top = _fold(queries, last_keys, last_values, own_seen, scale, acc, total, top)
 
-    out_at = out + ((row_base + row) * out_stride + head_at)[:, None] + dim[None, :]
+@triton.jit
+def finish(
+    out_at, acc, total, top, partials, stats, arrivals, pair, split, num_splits, num_blocks, share,
+    dim, kept, kept_rows, ROWS: tl.constexpr, DIM: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
+    """Rows of a split to `out_at`, by the last split to arrive where several share the keys of a pair."""
     if share >= num_blocks:  # nobody shares the keys
         tl.store(out_at, acc * (1 / total)[:, None], mask=kept)
     else:
-        pair = tile * NUM_KV_HEADS + kv_head
-        place = pair.to(tl.int64) * num_splits * ROWS + packed  # of the first split's rows in the workspace
+        # Of the first split's rows in the workspace.
+        place = pair.to(tl.int64) * num_splits * ROWS + tl.arange(0, ROWS)
         _publish(partials, stats, place + split * ROWS, dim, kept, kept_rows, acc, total, top, DIM)
         # Every thread's stores, the barrier, one thread's release: whoever acquires this count sees them all.
         tl.debug_barrier()
@@ -320,7 +318,7 @@ def _share(num_blocks, num_splits, min_split_log2, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _lookup(table, columns, first, offset, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def lookup(table, columns, first, offset, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Page numbers of positions first .. first + BLOCK_N - 1, int32; the null page beyond the table.
 
     Numbers are loaded one by one where that is possible: a vector of them would pass through shared memory.
@@ -356,7 +354,7 @@ def _elements(
 
 
 @triton.jit
-def _fold(queries, keys, values, seen, scale, acc, total, top):
+def fold(queries, keys, values, seen, scale, acc, total, top):
     """Take a block of keys into the running softmax: acc [ROWS, DIM], total and top [ROWS], all fp32."""
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
     scores = tl.where(seen, scores, float("-inf"))

@@ -1,10 +1,7 @@
-"""Stages `verify` and `accept` in Triton: the target's forward over padded rows, and coupled acceptance of its logits.
+"""Stage `verify` in Triton: the target's forward over padded rows.
 
-Both go by device values and shapes alone, so they can be captured. `Target` and `CoupledRule` are the references.
+It goes by device values and shapes alone, so it can be captured. `verify.target.Target` is the reference.
 """
-
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,18 +9,14 @@ from torch import Tensor
 from slipstream.cache.pool import KVPool
 from slipstream.device.batch import Batch
 from slipstream.device.shapes import VerifyShape
-from slipstream.device.state import PlanOnDevice, SlotState
-from slipstream.device.triton import StepBuffers, TiledBatch
-from slipstream.kernels.accept import accept_coupled
+from slipstream.device.state import SlotState
+from slipstream.device.triton import TiledBatch
 from slipstream.kernels.attention import Workspace, paged_attention
 from slipstream.kernels.linear import fused_linear
+from slipstream.kernels.own_attention import decode_attention
 from slipstream.kernels.rope import rope_and_store
 from slipstream.models.decoder import Decoder
 from slipstream.models.fused import FusedDecoder
-from slipstream.ops.noise import gumbel
-from slipstream.ops.sample import coupled_targets, filter_logits
-from slipstream.plan import StepPlan
-from slipstream.verify.accept import Verdict
 
 
 class FusedTarget:
@@ -48,7 +41,7 @@ class FusedTarget:
         taps = {layer: features[:, i] for i, layer in enumerate(self._taps)}
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
-            return self._attend(batch, layer, qkv)
+            return self._attend(batch, shape, layer, qkv)
 
         x = self._forward.forward(token_ids, attend, taps)
         if not shape.decode_only:
@@ -56,81 +49,15 @@ class FusedTarget:
         logits = self._forward.logits(x, self._logits[: shape.num_outputs])
         return logits[:, : self._num_token_ids], features.flatten(1) if taps else None
 
-    def _attend(self, batch: TiledBatch, layer: int, qkv: Tensor) -> Tensor:
-        spec, pages = self._spec, self.pool.by_page[layer]
-        cos_sin = self._forward.cos_sin
-        rope_and_store(
-            qkv,
-            batch.positions,
-            cos_sin,
-            *self._norms[layer],
-            spec.rms_norm_eps,
-            *pages,
-            batch.kv_slots,
-            spec.num_heads,
-        )
+    def _attend(self, batch: TiledBatch, shape: VerifyShape, layer: int, qkv: Tensor) -> Tensor:
+        spec, (keys, values), table = self._spec, self.pool.by_page[layer], self._state.page_table
+        turn = self._forward.cos_sin, *self._norms[layer], spec.rms_norm_eps
+        scale: float = spec.head_dim**-0.5
+        window = spec.window(layer)
+        if shape.decode_only:  # one tile a sequence: nobody waits for another tile's keys
+            return decode_attention(
+                qkv, keys, values, batch.tiles, table, *turn, batch.kv_slots, scale, window, self._workspace
+            )
+        rope_and_store(qkv, batch.positions, *turn, keys, values, batch.kv_slots, spec.num_heads)
         q = qkv[:, : spec.num_q_dims].view(len(qkv), spec.num_heads, spec.head_dim)
-        return paged_attention(
-            q, *pages, batch.tiles, self._state.page_table, spec.head_dim**-0.5, spec.window(layer), self._workspace,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FusedCoupledRule:
-    """`CoupledRule` by kernels, over padded rows."""
-
-    sample_drafts: bool
-    buffers: StepBuffers
-    captures: ClassVar[bool] = True
-
-    def begin(self, state: SlotState, loaded: PlanOnDevice, plan: StepPlan, vocab_size: int) -> "FusedCoupledStep":
-        return FusedCoupledStep(state, loaded, vocab_size, self.sample_drafts, self.buffers)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FusedCoupledStep:
-    state: SlotState
-    loaded: PlanOnDevice
-    vocab_size: int
-    sample_drafts: bool
-    buffers: StepBuffers
-    shares_noise: ClassVar[bool] = True
-
-    def reading_temperature(self, count: int) -> Tensor:
-        temperature = self.state.temperature[self.loaded.slots[:count]]
-        return torch.where(temperature > 0, temperature, 1.0)
-
-    def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, None]:
-        """For drafters that draw one token at a time; block drafters have `kernels.draft.draft_chain`."""
-        slots = self.loaded.slots[: len(logits)]
-        temperature = self.state.temperature[slots]
-        if not self.sample_drafts:
-            temperature = torch.zeros_like(temperature)
-        position = self.state.context[slots] + 1 + offset
-        noise = gumbel(self.state.seed[slots], position, self.vocab_size)
-        noise = noise if token_ids is None else noise.index_select(1, token_ids)
-        scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-        columns = coupled_targets(scaled, temperature, noise[:, : logits.shape[1]])
-        return (columns if token_ids is None else token_ids[columns]), None
-
-    def certain(self, token_ids: Tensor) -> None:
-        return None
-
-    def judge(
-        self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_prob: Tensor | None, shape: VerifyShape
-    ) -> Verdict:
-        assert isinstance(batch, TiledBatch)
-        result, state = self.buffers.result[: shape.num_sequences], self.state
-        if shape.filtered:
-            logits = self._filtered(batch, logits)
-        accept_coupled(
-            logits, self.vocab_size, output_sequence=batch.output_sequence, output_offset=batch.output_offset,
-            cu_outputs=batch.cu_outputs, widths=batch.widths, emits=batch.emits, drafts=self.buffers.drafts,
-            slots=batch.slots, num_given=batch.num_given, context=state.context, temperature=state.temperature,
-            seed=state.seed, result=result, is_filtered=shape.filtered,
-        )  # fmt: skip
-        return Verdict(result)
-
-    def _filtered(self, batch: TiledBatch, logits: Tensor) -> Tensor:
-        slots = batch.slots[batch.output_sequence.clamp(min=0)]
-        return filter_logits(logits, self.state.temperature[slots], self.state.top_k[slots], self.state.top_p[slots])
+        return paged_attention(q, keys, values, batch.tiles, table, scale, window, self._workspace)
