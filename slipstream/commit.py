@@ -1,19 +1,20 @@
 """From a step's result to the requests' tokens: stop conditions, counters, and what each request gained.
 
-Stops are looked at token by token inside a step, in the order stop, then length, so that a request ends exactly where
-it would without drafts. A row whose slot has a new generation by now belongs to nobody and is dropped. Numbers are
-moved for all rows at once in the scheduler's ledger; only a request's tokens are appended one by one. Torch-free.
+Stops are looked for inside a step, in the order stop, then length, so that a request ends exactly where it would
+without drafts. A row whose slot has a new generation by now belongs to nobody and is dropped. Numbers and tokens are
+moved for all rows at once in the scheduler's ledger; Python per row is left for first tokens and for ends. Torch-free.
 """
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from typing import overload
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-from slipstream.plan import StepPlan, StepResult
+from slipstream.ledger import InFlight, Ledger
+from slipstream.plan import Bools, Int32s, Int64s, StepPlan, StepResult
 from slipstream.request import FinishReason, Request
 from slipstream.scheduler import Scheduler
 
@@ -31,15 +32,16 @@ class Delta:
     finish_reason: FinishReason | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Gains(Sequence[Delta]):
     """What requests gained in one step, in the plan's order. A delta is made when it is read: mostly nobody does."""
 
-    requests: Sequence[Request] = ()
-    token_ids: Sequence[list[int]] = ()  # those that were kept
-    num_accepted: Sequence[int] = ()  # of them accepted drafts, which come first
-    widths: Sequence[int] = ()
-    finish_reasons: dict[int, FinishReason] = field(default_factory=dict)  # by index, of those that ended
+    requests: Sequence[Request]
+    token_ids_np: Int32s  # [n, W + 1]
+    kept_np: Int32s  # [n] how many of them count
+    num_accepted_np: Int32s  # [n] how many of those are accepted drafts, which come first
+    widths_np: Int32s  # [n]
+    finish_reasons: dict[int, FinishReason]  # by index, of those that ended
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -51,72 +53,115 @@ class Gains(Sequence[Delta]):
     def __getitem__(self, index: int | slice) -> Delta | list[Delta]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        token_ids, reason = self.token_ids[index], self.finish_reasons.get(index % len(self))
-        accepted = _flags(self.num_accepted[index], len(token_ids))
-        return Delta(self.requests[index], tuple(token_ids), accepted, self.widths[index], reason)
+        token_ids, accepted, widths = self._columns
+        reason = self.finish_reasons.get(index % len(widths))
+        return Delta(self.requests[index], token_ids[index], accepted[index], widths[index], reason)
+
+    @cached_property
+    def _columns(self) -> tuple[list[tuple[int, ...]], list[tuple[bool, ...]], list[int]]:
+        """Of all at once: whoever reads one delta reads the others as well."""
+        kept, tokens = self.kept_np.tolist(), self.token_ids_np.tolist()
+        token_ids = [tuple(ids[:count]) for ids, count in zip(tokens, kept, strict=True)]
+        return token_ids, list(map(_flags, self.num_accepted_np.tolist(), kept)), self.widths_np.tolist()
 
     @property
     def ended(self) -> list[Request]:
         return [self.requests[index] for index in sorted(self.finish_reasons)]
 
 
+class _Rows(NamedTuple):
+    """What of a step came back for tenants that are still there, in the plan's order."""
+
+    num_decode: int  # the first ones decode, the others are chunks of prompts
+    slots: Int64s  # [n], like all that follow
+    emitting: Int64s  # [E] those of `slots` whose tokens count
+    num_given: Int32s
+    max_rows: Int32s
+    emits: Bools  # none that is invalid
+    widths: Int32s
+    num_accepted: Int32s
+    token_ids: Int32s  # [n, W + 1]
+    invalid: Bools
+
+
 def commit(plan: StepPlan, result: StepResult, scheduler: Scheduler) -> Gains:
     """Apply a collected step. Requests that end here leave the scheduler."""
-    flight, ledger = scheduler.take_flight(plan.step), scheduler.ledger
-    rows = ledger.still_there(flight).nonzero()[0]
-    slots, widths, invalid = flight.slots_np[rows], result.widths_np[rows], result.invalid_np[rows]
-    emits = flight.emits_np[rows] & ~invalid
-    num_accepted = result.num_accepted_np[rows] * emits
-    ledger.advance(slots, flight.num_given_np[rows], num_accepted, flight.max_rows_np[rows])
-
-    too_long = ledger.context[slots] - ledger.full_context[slots]  # 0: the length that was asked for
-    full = (too_long >= 0).nonzero()[0]
-    reasons: dict[int, FinishReason] = dict.fromkeys(full.tolist(), "length")
-    kept = num_accepted + emits
-    kept[full] -= too_long[full]
-    requests = [ledger.tenants[slot] for slot in slots.tolist()]
-    tokens = result.token_ids_np.take(rows, axis=0).tolist()
-    token_ids = [ids[:count] for ids, count in zip(tokens, kept.tolist(), strict=True)]
-    for index in _cut_at_stops(requests, token_ids):
-        kept[index], reasons[index] = len(token_ids[index]), "stop"
-    for index in invalid.nonzero()[0].tolist():
-        widths[index], reasons[index], requests[index].error = 0, "error", _NOT_FINITE
-
-    gains = Gains(requests, token_ids, np.minimum(num_accepted, kept).tolist(), widths.tolist(), reasons)
-    _append(gains)
-    decoded = emits & (rows < plan.num_decode)
+    ledger = scheduler.ledger
+    rows = _rows(plan, result, scheduler.take_flight(plan.step), ledger)
+    requests: list[Request] = ledger.tenants[rows.slots].tolist()
+    context = ledger.advance(rows.slots, rows.num_given, rows.num_accepted, rows.max_rows)
+    kept = rows.num_accepted + rows.emits
+    reasons = _cut(kept, context - ledger.full_context[rows.slots], rows, requests, ledger)
+    ledger.answers.write(rows.slots, rows.token_ids, rows.num_accepted, kept)
+    _stamp(rows, requests, ledger)
+    accepted = np.minimum(rows.num_accepted, kept) if reasons else rows.num_accepted
+    gains = Gains(requests, rows.token_ids, kept, accepted, rows.widths, reasons)
+    _count(plan.draft_length, rows, gains, ledger)
     for index in sorted(reasons):
-        if decoded[index]:  # counted by itself, for it may have been cut
-            kept_drafts, count = gains.num_accepted[index], len(token_ids[index])
-            requests[index].counters.count_step(plan.draft_length, gains.widths[index], kept_drafts, count)
-            decoded[index] = False
         scheduler.finish(requests[index], reasons[index])
-    ledger.count(slots[decoded], plan.draft_length, widths[decoded], num_accepted[decoded])
-    scheduler.settle(slots[emits])
+    scheduler.settle(rows.emitting)
     return gains
 
 
-def _cut_at_stops(requests: list[Request], token_ids: list[list[int]]) -> list[int]:
-    """Cut tokens behind the first that ends its request's answer; return the indices where there was one."""
-    found = []
-    for index, (request, ids) in enumerate(zip(requests, token_ids, strict=True)):
-        if not request.stop_ids.isdisjoint(ids):
-            end = next(place for place, token in enumerate(ids) if token in request.stop_ids)
-            del ids[end + 1 :]
-            found.append(index)
-    return found
+def _rows(plan: StepPlan, result: StepResult, flight: InFlight, ledger: Ledger) -> _Rows:
+    there, num_decode = ledger.still_there(flight), plan.num_decode
+    columns: tuple[Any, ...] = (
+        flight.slots_np, flight.num_given_np, flight.max_rows_np, flight.emits_np, result.widths_np,
+        result.num_accepted_np, result.token_ids_np, result.invalid_np,
+    )  # fmt: skip
+    if np.count_nonzero(there) < len(there):
+        num_decode = int(np.count_nonzero(there[:num_decode]))
+        columns = tuple(column[there] for column in columns)
+    slots, num_given, max_rows, emits, widths, num_accepted, token_ids, invalid = columns
+    emitting = slots
+    if np.count_nonzero(invalid):
+        emits, widths = emits & ~invalid, widths * ~invalid
+    if np.count_nonzero(emits) < len(emits):
+        emitting, num_accepted = slots[emits], num_accepted * emits
+    return _Rows(num_decode, slots, emitting, num_given, max_rows, emits, widths, num_accepted, token_ids, invalid)
 
 
-def _append(gains: Gains) -> None:
+def _cut(
+    kept: Int32s, too_long: Int32s, rows: _Rows, requests: list[Request], ledger: Ledger
+) -> dict[int, FinishReason]:
+    """Lower kept [n] to where answers end, and say by index why they do. too_long 0: the length that was asked for."""
+    reasons: dict[int, FinishReason] = {}
+    for index in (too_long >= 0).nonzero()[0].tolist():
+        kept[index] -= too_long[index]
+        reasons[index] = "length"
+    for index in ledger.answers.may_stop(rows.token_ids, kept):
+        token_ids = rows.token_ids[index, : kept[index]].tolist()
+        end = next((place for place, token in enumerate(token_ids) if token in requests[index].stop_ids), None)
+        if end is not None:
+            kept[index], reasons[index] = end + 1, "stop"
+    for index in rows.invalid.nonzero()[0].tolist():
+        reasons[index], requests[index].error = "error", _NOT_FINITE
+    return reasons
+
+
+def _stamp(rows: _Rows, requests: list[Request], ledger: Ledger) -> None:
     now = time.perf_counter()
-    for request, ids, num_accepted in zip(gains.requests, gains.token_ids, gains.num_accepted, strict=True):
-        if not ids:
-            continue
-        if not request.output_ids:
-            request.first_token_s = now
-        request.last_token_s = now
-        request.output_ids += ids
-        request.accepted += _flags(num_accepted, len(ids))
+    ledger.answers.last_token_s[rows.emitting] = now
+    for index in rows.emits[rows.num_decode :].nonzero()[0].tolist():  # first tokens come from prompts only
+        request = requests[rows.num_decode + index]
+        request.first_token_s = request.first_token_s or now
+
+
+def _count(drafted: int, rows: _Rows, gains: Gains, ledger: Ledger) -> None:
+    """Decode steps, all at once but for requests that end: their last step may have been cut."""
+    count = rows.num_decode
+    decoded = rows.emits[:count]
+    slots, widths, accepted = rows.slots[:count], rows.widths[:count], rows.num_accepted[:count]
+    ended = [index for index in gains.finish_reasons if index < count]
+    if ended:
+        for index in ended:
+            if decoded[index]:
+                counts = int(widths[index]), int(gains.num_accepted_np[index]), int(gains.kept_np[index])
+                gains.requests[index].counters.count_step(drafted, *counts)
+        decoded = decoded.copy()
+        decoded[ended] = False
+        slots, widths, accepted = slots[decoded], widths[decoded], accepted[decoded]
+    ledger.count(slots, drafted, widths, accepted)
 
 
 @cache

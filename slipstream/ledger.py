@@ -1,7 +1,7 @@
 """Numbers of the running requests, one column per slot: the scheduler plans from them, `commit` moves them on.
 
 Arithmetic over all requests of a step is done on whole columns, because a step of hundreds of requests leaves no time
-for Python per request. The ledger knows neither pages nor who comes next; a request's tokens are kept by the request.
+for Python per request. The ledger knows neither pages nor who comes next. Tokens stand beside the numbers, in `answers`.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.answers import Answers
 from slipstream.metrics import SpecCounters
 from slipstream.plan import Bools, Int32s, Int64s
 from slipstream.request import Request
@@ -38,8 +39,8 @@ class Ledger:
     The newest token of an answer is not yet in the context: a decoding request knows context + 1 tokens.
     """
 
-    def __init__(self, num_slots: int, max_drafts: int) -> None:
-        self.tenants: dict[int, Request] = {}  # by slot
+    def __init__(self, num_slots: int, max_model_len: int, max_drafts: int) -> None:
+        self.tenants = np.full(num_slots, None, np.object_)  # Request, or None where the slot is free
         self.generations = np.zeros(num_slots, np.int32)  # tenants that the slot has had before this one
         self.uids = np.zeros(num_slots, np.int64)
         self.context = np.zeros(num_slots, np.int32)  # committed context length
@@ -50,6 +51,7 @@ class Ledger:
         self.decode_steps = np.zeros(num_slots, np.int32)  # planned since admission
         self.sampling = np.zeros(num_slots, np.uint8)  # SAMPLED | TOP_K | TOP_P
         self.teaches = np.zeros(num_slots, np.bool_)
+        self.answers = Answers(num_slots, max_model_len, max_drafts)
         self._counts = _Counts(num_slots, max_drafts)
 
     def admit(self, slot: int, request: Request, max_model_len: int) -> None:
@@ -64,11 +66,13 @@ class Ledger:
         cuts = SAMPLED | TOP_K * (params.top_k > 0) | TOP_P * (params.top_p < 1)
         self.sampling[slot] = cuts if params.temperature > 0 else 0
         self.teaches[slot] = not request.constrained
+        self.answers.admit(slot, request)
 
     def release(self, slot: int) -> None:
-        """The tenant leaves with its counts; steps of it in flight are known by its generation."""
-        counters = self.tenants.pop(slot).counters
-        self._counts.move_into(counters, slot)
+        """The tenant leaves with its tokens and counts; steps of it in flight are known by its generation."""
+        request, self.tenants[slot] = self.tenants[slot], None
+        self.answers.release(request)
+        self._counts.move_into(request.counters, slot)
         self.generations[slot] += 1
         self.unplanned[slot] = 0
 
@@ -81,12 +85,14 @@ class Ledger:
         self.context_lower_bound[flight.slots_np] += flight.num_given_np
         self.context_upper_bound[flight.slots_np] += flight.max_rows_np
 
-    def advance(self, slots: Int64s, num_given: Int32s, num_accepted: Int32s, max_rows: Int32s) -> None:
-        """Rows [n] of a flight, those of `slots`, have come back."""
+    def advance(self, slots: Int64s, num_given: Int32s, num_accepted: Int32s, max_rows: Int32s) -> Int32s:
+        """Rows [n] of a flight, those of `slots`, have come back. Returns their contexts."""
         moved = num_given + num_accepted
-        self.context[slots] += moved
+        context: Int32s = self.context[slots] + moved
+        self.context[slots] = context
         self.context_lower_bound[slots] += num_accepted
         self.context_upper_bound[slots] += moved - max_rows
+        return context
 
     def count(self, slots: Int64s, drafted: int, widths: Int32s, accepted: Int32s) -> None:
         """A decode step of each of `slots` [n] in which every token was kept; see `SpecCounters.count_step`."""

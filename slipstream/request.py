@@ -1,17 +1,25 @@
 """A request on the host: what was asked, the tokens so far, and the slot while it runs. Host code: no tensors.
 
-Only the scheduler moves a request between states; only `commit` appends tokens. Numbers that change with every step
-(context, what lies in flight) stand in the scheduler's ledger, its pages in the scheduler's page table, by slot.
+Only the scheduler moves a request between states. What changes with every step (tokens, context, what lies in flight)
+stands in the scheduler's ledger while the request runs, its pages in the scheduler's page table, by slot.
 """
 
 import time
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from slipstream.config import SamplingParams
 from slipstream.metrics import SpecCounters
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Written(Protocol):
+    """Where the tokens of running requests are: what came since a slot was given to its tenant."""
+
+    def token_ids_of(self, slot: int) -> list[int]: ...
+    def accepted_of(self, slot: int) -> list[bool]: ...
+    def last_token_s_of(self, slot: int) -> float: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -22,20 +30,50 @@ class Request:
     seed: int
     constrained: bool = False  # something besides the target decides what may be emitted
     eos_token_ids: frozenset[int] = frozenset()
-    output_ids: list[int] = field(default_factory=list)
-    accepted: list[bool] = field(default_factory=list)  # per output token: it was an accepted draft
     finish_reason: FinishReason | None = None
     error: str | None = None
     counters: SpecCounters = field(default_factory=SpecCounters)  # up to when it last left its slot
     submitted_s: float = field(default_factory=time.perf_counter)
     first_token_s: float = 0.0
-    last_token_s: float = 0.0
     slot: int | None = None  # while it runs
     stop_ids: frozenset[int] = field(init=False)  # tokens that end the answer
+    _output_ids: list[int] = field(init=False, default_factory=list)  # these three: when it last left its slot
+    _accepted: list[bool] = field(init=False, default_factory=list)
+    _last_token_s: float = field(init=False, default=0.0)
+    _written: Written | None = field(init=False, default=None)  # while it runs
 
     def __post_init__(self) -> None:
         ends = frozenset() if self.params.ignore_eos else self.eos_token_ids
         self.stop_ids = ends.union(self.params.stop_token_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The answer so far; collected when it is read, while the request runs."""
+        if self._written is None or self.slot is None:
+            return self._output_ids
+        return self._output_ids + self._written.token_ids_of(self.slot)
+
+    @property
+    def accepted(self) -> list[bool]:
+        """Per output token: it was an accepted draft."""
+        if self._written is None or self.slot is None:
+            return self._accepted
+        return self._accepted + self._written.accepted_of(self.slot)
+
+    @property
+    def last_token_s(self) -> float:
+        if self._written is None or self.slot is None:
+            return self._last_token_s
+        return self._written.last_token_s_of(self.slot)
+
+    def attach(self, written: Written) -> None:
+        """It has got its slot: further tokens are written there."""
+        self._written = written
+
+    def detach(self) -> None:
+        """It is about to leave its slot, and keeps what was written."""
+        self._output_ids, self._accepted, self._last_token_s = self.output_ids, self.accepted, self.last_token_s
+        self._written = None
 
     @property
     def num_known(self) -> int:

@@ -56,7 +56,7 @@ class Scheduler:
         self.pages = pages
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
-        self.ledger = Ledger(limits.max_num_seqs, limits.max_drafts)
+        self.ledger = Ledger(limits.max_num_seqs, limits.max_model_len, limits.max_drafts)
         self.num_preemptions = 0
         self._table = PageTable(limits.max_num_seqs, pages.pages_for(limits.max_model_len), pages.page_size)
         self.flights: deque[InFlight] = deque()  # planned and not yet committed, oldest first

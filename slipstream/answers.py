@@ -1,0 +1,71 @@
+"""Tokens of the running requests, one row per slot: a step's tokens are written by one assignment for all of them.
+
+What a request gained since it got its slot stands here and is read when somebody asks, and once when it leaves. Stops
+are only screened: whether a token ends its request's answer, and what follows from that, `commit` knows. Torch-free.
+"""
+
+import numpy as np
+
+from slipstream.plan import Int32s, Int64s
+from slipstream.request import Request
+
+
+class Answers:
+    """Memory is taken by what was ever written, not by the whole columns; `slots` arguments name no slot twice."""
+
+    STOP_CLASSES = 1 << 16  # token ids are screened by their low bits, so that no vocabulary need be known
+
+    def __init__(self, num_slots: int, max_model_len: int, max_drafts: int) -> None:
+        # A step's tokens are written whole, also behind the last one that is kept: the next step's cover those.
+        length = max_model_len + max_drafts + 1
+        self._token_ids = np.zeros(num_slots * length, np.int32)  # flat [slot, token]
+        self._accepted = np.zeros(num_slots * length, np.bool_)  # the token was an accepted draft
+        self._begins = np.arange(num_slots) * length
+        self._ends = self._begins.copy()
+        self._offsets = np.arange(max_drafts + 1)
+        self._leading = np.tri(max_drafts + 2, max_drafts + 1, -1, np.bool_)  # [count, offset]: offset < count
+        self._num_stops = np.zeros(self.STOP_CLASSES, np.int32)  # stop ids of tenants, by class
+        self.last_token_s = np.zeros(num_slots)
+
+    def admit(self, slot: int, request: Request) -> None:
+        self._ends[slot] = self._begins[slot]
+        self.last_token_s[slot] = request.last_token_s
+        self._count_stops(request, 1)
+        request.attach(self)
+
+    def release(self, request: Request) -> None:
+        """The request takes along what it gained."""
+        request.detach()
+        self._count_stops(request, -1)
+
+    def token_ids_of(self, slot: int) -> list[int]:
+        token_ids: list[int] = self._token_ids[self._begins[slot] : self._ends[slot]].tolist()
+        return token_ids
+
+    def accepted_of(self, slot: int) -> list[bool]:
+        accepted: list[bool] = self._accepted[self._begins[slot] : self._ends[slot]].tolist()
+        return accepted
+
+    def last_token_s_of(self, slot: int) -> float:
+        return float(self.last_token_s[slot])
+
+    def may_stop(self, token_ids: Int32s, kept: Int32s) -> list[int]:
+        """Rows of token_ids [n, W + 1] that may hold a tenant's stop id among their first kept [n]; no other row does."""
+        stops = self._num_stops.take(token_ids & (self.STOP_CLASSES - 1))
+        if not np.count_nonzero(stops):
+            return []
+        found = (stops * self._leading[kept, : stops.shape[1]]).sum(axis=1)
+        rows: list[int] = found.nonzero()[0].tolist()
+        return rows
+
+    def write(self, slots: Int64s, token_ids: Int32s, num_accepted: Int32s, kept: Int32s) -> None:
+        """Append the first kept [n] of token_ids [n, W + 1]; the first num_accepted [n] were drafts."""
+        ends, width = self._ends[slots], token_ids.shape[1]
+        places = ends[:, None] + self._offsets[:width]
+        self._token_ids[places] = token_ids
+        self._accepted[places] = self._leading[num_accepted, :width]
+        self._ends[slots] = ends + kept
+
+    def _count_stops(self, request: Request, change: int) -> None:
+        for token in request.stop_ids:
+            self._num_stops[token & (self.STOP_CLASSES - 1)] += change
