@@ -54,8 +54,9 @@ class Gains(Sequence[Delta]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         token_ids, accepted, widths = self._columns
+        request = self.requests[index]
         reason = self.finish_reasons.get(index % len(widths))
-        return Delta(self.requests[index], token_ids[index], accepted[index], widths[index], reason)
+        return Delta(request, token_ids[index], accepted[index], widths[index], reason)
 
     @cached_property
     def _columns(self) -> tuple[list[tuple[int, ...]], list[tuple[bool, ...]], list[int]]:
