@@ -71,7 +71,8 @@ def triton_parts(given: Ingredients) -> Parts:
     from slipstream.device.shapes import Buckets
     from slipstream.device.triton import TritonBackend
     from slipstream.draft.fused import FusedBlockDraft
-    from slipstream.verify.fused import FusedCoupledRule, FusedTarget
+    from slipstream.verify.fused import FusedTarget
+    from slipstream.verify.fused_rules import FusedCoupledRule, FusedRejectionRule
 
     models, sizes = given.models, given.sizes
     pools, state = _make_pools(given), _slot_state(sizes, models.device)
@@ -101,7 +102,7 @@ def triton_parts(given: Ingredients) -> Parts:
         ),
         drafter=drafter,
         backend=backend,
-        rule=FusedCoupledRule(given.samples, backend.buffers) if given.coupled else RejectionRule(given.samples),
+        rule=(FusedCoupledRule if given.coupled else FusedRejectionRule)(given.samples, backend.buffers),
     )  # fmt: skip
 
 

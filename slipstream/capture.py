@@ -24,15 +24,15 @@ def capture(engine: Engine, draft_lengths: Sequence[int], say: Say) -> int:
     Stages that go by numbers of the host (a drafter or a rule without kernels) are left as they are.
     """
     backend = engine.backend
-    if not isinstance(backend, TritonBackend) or backend.graphs is None:
-        return 0
+    assert isinstance(backend, TritonBackend) and backend.graphs is not None, "this backend captures nothing"
     graphs, plan = backend.graphs, nobody()
     loaded = backend.load(plan)
     rule = engine.rule.begin(backend.state, loaded, plan, engine.vocab_size)
     drafted = Drafted(plan, loaded, rule, None, None, (0.0, 0.0))
     drafts = list(backend.buckets.draft_shapes(draft_lengths)) if backend.pads_drafts else []
     verifies = list(backend.buckets.verify_shapes())
-    total = 2 * len(drafts) + len(verifies) * (1 + engine.rule.captures)
+    graphs.capture(("load", None), backend.load_stage)
+    total = 1 + 2 * len(drafts) + len(verifies) * (1 + engine.rule.captures)
     for draft_shape in drafts:
         graphs.capture(("draft", draft_shape), partial(engine.draft_stage, draft_shape, loaded, rule, plan.step))
         graphs.capture(("rank", draft_shape), partial(backend.rank_stage, draft_shape))

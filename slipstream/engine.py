@@ -229,7 +229,9 @@ class Engine:
     def _settle(self, drafted: Drafted, verdict: Verdict) -> None:
         """A drafter that learns in service hears what became of its block; never part of a graph."""
         draft, count = drafted.draft, drafted.plan.num_decode
-        if self.drafter is not None and draft is not None and draft.evidence is not None:
+        if self.drafter is None or draft is None or draft.evidence is None:
+            return
+        with self._span(drafted.plan.step, "settle", "device"):
             teaches = drafted.loaded.teaches[:count] & ~verdict.invalid[:count]
             self.drafter.settle(draft, verdict.result[:count, 0].long(), verdict.num_accepted[:count], teaches)
 

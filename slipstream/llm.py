@@ -148,8 +148,10 @@ class LLM:
 
     def _run(self, requests: list[Request]) -> None:
         # A full collection walks over everything that was ever imported, for longer than a hundred steps take. What is
-        # there already is left out until the answers are.
-        gc.freeze()
+        # there already is left out until the answers are, unless the caller sees to that.
+        frozen = gc.get_freeze_count() > 0
+        if not frozen:
+            gc.freeze()
         try:
             for request in requests:
                 self.engine.add(request)
@@ -159,7 +161,8 @@ class LLM:
             for request in requests:
                 self.engine.abort(request.uid)  # only what an interruption left behind
             self.engine.drain()
-            gc.unfreeze()
+            if not frozen:
+                gc.unfreeze()
 
     def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
         return self.tokenizer.encode(self.tokenizer.chat(messages))

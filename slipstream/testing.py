@@ -90,7 +90,6 @@ def tiny_models(
 class TableDrafter:
     """Drafts next[anchor], next[next[anchor]], ...; absorbs nothing. The confidence script stands in for a head."""
 
-    captures = False
     max_position = 1 << 30
     tap_layers: tuple[int, ...] = ()
     has_confidence_head = True

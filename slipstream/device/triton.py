@@ -6,7 +6,7 @@ rows belong to nobody and write to the scratch page. Same promises as `device.ba
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -76,35 +76,39 @@ class TritonBackend:
             num_sequences=num_slots, num_rows=max_rows, num_outputs=max_outputs, num_tiles=max_rows, device=device
         )
         self._uploader = Uploader(device)
+        self._most_writes = 4 * num_slots + 64
+        self._padding = {"slots": num_slots, "num_given": 0, "emits": 0, "teaches": 0, "writes": -1}
         self._plan = Mailbox(
             {"slots": ((num_slots,), np.int64), "num_given": ((num_slots,), np.int64), "emits": ((num_slots,), np.bool_),
-             "teaches": ((num_slots,), np.bool_)}, device,
+             "teaches": ((num_slots,), np.bool_), "writes": ((self._most_writes, 3), np.int64)}, device,
         )  # fmt: skip
         self._decision = Mailbox(
             {"widths": ((num_slots,), np.int64), "caps": ((num_slots,), np.int64), "budget": ((1,), np.int64),
              "calibration": ((2, max(num_drafts, 1), 2), np.float32)}, device,
         )  # fmt: skip
         self.no_widths = self._decision.received["widths"]  # where widths arrive; none are there yet
-        self._loaded = PlanOnDevice(**self._plan.received)
+        self._loaded = PlanOnDevice(*(self._plan.received[name] for name in ("slots", "num_given", "emits", "teaches")))
 
     # ------------------------------------------------------------------ what a plan and a decision become
 
     def load(self, plan: StepPlan) -> PlanOnDevice:
         if plan.admissions:
             self._admit(plan)
-        if len(plan.page_writes_np):
-            moved = self._uploader.upload({"writes": plan.page_writes_np.astype(np.int64)})
+        writes = plan.page_writes_np
+        if len(writes) > self._most_writes:  # of a step in which many begin
+            moved = self._uploader.upload({"writes": writes.astype(np.int64)})
             batch.write_pages(self.state.page_table, moved["writes"])
-        self._plan.post(
-            {
-                "slots": plan.slots_np,
-                "num_given": plan.num_given_np,
-                "emits": plan.emits_np,
-                "teaches": plan.teaches_np,
-            },
-            {"slots": self.state.padding_slot, "num_given": 0, "emits": 0, "teaches": 0},
-        )
+            writes = writes[:0]
+        arrays = {"slots": plan.slots_np, "num_given": plan.num_given_np, "emits": plan.emits_np,
+                  "teaches": plan.teaches_np, "writes": writes}  # fmt: skip
+        self._plan.post(arrays, self._padding)
+        if len(writes):
+            (self.replay("load", None) or self.load_stage)()
         return self._loaded
+
+    def load_stage(self) -> None:
+        """Pages that arrived with the plan enter page tables; a slot below 0 is padding."""
+        batch.write_pages(self.state.page_table, self._plan.received["writes"])
 
     def _admit(self, plan: StepPlan) -> None:
         new = plan.admissions
@@ -172,7 +176,9 @@ class TritonBackend:
             filtered=plan.any_top_k or plan.any_top_p,
         )
 
-    def replay(self, stage: str, shape: DraftShape | VerifyShape) -> Callable[[], object] | None:
+    def replay(self, stage: str, shape: DraftShape | VerifyShape | None) -> Callable[[], object] | None:
+        if stage == "verify" and isinstance(shape, VerifyShape) and shape.filtered:
+            shape = replace(shape, filtered=False)  # what is filtered are the logits, afterwards
         captured = self.graphs.find((stage, shape)) if self.graphs else None
         return None if captured is None else captured.replay
 

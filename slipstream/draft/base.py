@@ -82,7 +82,6 @@ class Draft:
 
 
 class Drafter(Protocol):
-    captures: bool  # `propose` and `absorb` may be recorded in a CUDA graph: they go by device values and shapes alone
     max_draft_tokens: int  # S at most
     max_position: int  # a block must end before this position
     tap_layers: tuple[int, ...]  # target layers whose features `absorb` reads

@@ -14,8 +14,6 @@ from slipstream.ops.attention import block_attention, plan_block
 
 
 class BlockDraft:
-    captures = False  # bounds of attention come from the host here
-
     def __init__(self, network: BlockDrafter, pool: KVPool, num_token_ids: int) -> None:
         """num_token_ids: ids from this one on are padding of the target's vocabulary and are never drafted."""
         spec = network.spec

@@ -26,7 +26,6 @@ PRIOR_LATER = (0.1, 0.7, 0.7, 0.8, 0.8, 0.85, 0.85, 0.9, 0.95)
 
 
 class NGramDraft:
-    captures = False  # looks through as many columns as the host says there may be
     max_draft_tokens = MAX_DRAFTS
     max_position = 1 << 30  # none of its own
     tap_layers: tuple[int, ...] = ()

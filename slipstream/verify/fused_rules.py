@@ -1,0 +1,123 @@
+"""Stage `accept` in Triton, under either rule, over padded rows. `CoupledRule` and `RejectionRule` are the references.
+
+Coupled acceptance goes by device values and shapes alone, so it can be captured. Rejection takes the distributions that
+the draft was drawn from, which are new tensors in every step, and is launched as it is. Filters (top-k, top-p) are torch's.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from slipstream.device.batch import Batch
+from slipstream.device.shapes import VerifyShape
+from slipstream.device.state import PlanOnDevice, SlotState
+from slipstream.device.triton import StepBuffers, TiledBatch
+from slipstream.kernels.accept import accept_coupled
+from slipstream.kernels.reject import accept_rejection
+from slipstream.ops.noise import CounterSource, gumbel
+from slipstream.ops.sample import coupled_targets, filter_logits
+from slipstream.plan import StepPlan
+from slipstream.verify.accept import RejectionStep, Verdict, view_sampling
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedCoupledRule:
+    """`CoupledRule` by kernels, over padded rows."""
+
+    sample_drafts: bool
+    buffers: StepBuffers
+    captures: ClassVar[bool] = True
+
+    def begin(self, state: SlotState, loaded: PlanOnDevice, plan: StepPlan, vocab_size: int) -> "FusedCoupledStep":
+        return FusedCoupledStep(state, loaded, vocab_size, self.sample_drafts, self.buffers)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedCoupledStep:
+    state: SlotState
+    loaded: PlanOnDevice
+    vocab_size: int
+    sample_drafts: bool
+    buffers: StepBuffers
+    shares_noise: ClassVar[bool] = True
+
+    def reading_temperature(self, count: int) -> Tensor:
+        temperature = self.state.temperature[self.loaded.slots[:count]]
+        return torch.where(temperature > 0, temperature, 1.0)
+
+    def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, None]:
+        """For drafters that draw one token at a time; block drafters have `kernels.draft.draft_chain`."""
+        slots = self.loaded.slots[: len(logits)]
+        temperature = self.state.temperature[slots]
+        if not self.sample_drafts:
+            temperature = torch.zeros_like(temperature)
+        position = self.state.context[slots] + 1 + offset
+        noise = gumbel(self.state.seed[slots], position, self.vocab_size)
+        noise = noise if token_ids is None else noise.index_select(1, token_ids)
+        scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        columns = coupled_targets(scaled, temperature, noise[:, : logits.shape[1]])
+        return (columns if token_ids is None else token_ids[columns]), None
+
+    def certain(self, token_ids: Tensor) -> None:
+        return None
+
+    def judge(
+        self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_prob: Tensor | None, shape: VerifyShape
+    ) -> Verdict:
+        assert isinstance(batch, TiledBatch)
+        result, state = self.buffers.result[: shape.num_sequences], self.state
+        if shape.filtered:
+            logits = _filtered(state, batch, logits)
+        accept_coupled(
+            logits, self.vocab_size, output_sequence=batch.output_sequence, output_offset=batch.output_offset,
+            cu_outputs=batch.cu_outputs, widths=batch.widths, emits=batch.emits, drafts=self.buffers.drafts,
+            slots=batch.slots, num_given=batch.num_given, context=state.context, temperature=state.temperature,
+            seed=state.seed, result=result, is_filtered=shape.filtered,
+        )  # fmt: skip
+        return Verdict(result)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedRejectionRule:
+    """`RejectionRule` with acceptance by kernels: the target's distribution is never laid out."""
+
+    sample_drafts: bool
+    buffers: StepBuffers
+    captures: ClassVar[bool] = False
+
+    def begin(self, state: SlotState, loaded: PlanOnDevice, plan: StepPlan, vocab_size: int) -> "FusedRejectionStep":
+        view = view_sampling(state, loaded, plan)
+        return FusedRejectionStep(view, vocab_size, self.sample_drafts, CounterSource(), state, self.buffers)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedRejectionStep(RejectionStep):
+    state: SlotState
+    buffers: StepBuffers
+
+    def certain(self, token_ids: Tensor) -> None:  # type: ignore[override]
+        """No distribution means certainty to the kernel."""
+        return None
+
+    def judge(
+        self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_prob: Tensor | None, shape: VerifyShape
+    ) -> Verdict:
+        assert isinstance(batch, TiledBatch)
+        result, state = self.buffers.result[: shape.num_sequences], self.state
+        if shape.filtered:
+            logits = _filtered(state, batch, logits)
+        accept_rejection(
+            logits, self.vocab_size, output_sequence=batch.output_sequence, output_offset=batch.output_offset,
+            cu_outputs=batch.cu_outputs, widths=batch.widths, emits=batch.emits, drafts=self.buffers.drafts,
+            draft_prob=draft_prob, slots=batch.slots, num_given=batch.num_given, context=state.context,
+            temperature=state.temperature, seed=state.seed, result=result, is_filtered=shape.filtered,
+        )  # fmt: skip
+        return Verdict(result)
+
+
+def _filtered(state: SlotState, batch: TiledBatch, logits: Tensor) -> Tensor:
+    """logits [O, V] after temperature and filters, fp32; of padding rows anything."""
+    slots = batch.slots[batch.output_sequence.clamp(min=0)]
+    return filter_logits(logits, state.temperature[slots], state.top_k[slots], state.top_p[slots])
