@@ -54,16 +54,16 @@ class Answers:
         stops = self._num_stops.take(token_ids & (self.STOP_CLASSES - 1))
         if not np.count_nonzero(stops):
             return []
-        found = (stops * self._leading[kept, : stops.shape[1]]).sum(axis=1)
+        found = (stops * self._leading.take(kept, axis=0)[:, : stops.shape[1]]).sum(axis=1)
         rows: list[int] = found.nonzero()[0].tolist()
         return rows
 
     def write(self, slots: Int64s, token_ids: Int32s, num_accepted: Int32s, kept: Int32s) -> None:
         """Append the first kept [n] of token_ids [n, W + 1]; the first num_accepted [n] were drafts."""
         ends, width = self._ends[slots], token_ids.shape[1]
-        places = ends[:, None] + self._offsets[:width]
+        places = ends[:, np.newaxis] + self._offsets[:width]
         self._token_ids[places] = token_ids
-        self._accepted[places] = self._leading[num_accepted, :width]
+        self._accepted[places] = self._leading.take(num_accepted, axis=0)[:, :width]
         self._ends[slots] = ends + kept
 
     def _count_stops(self, request: Request, change: int) -> None:

@@ -92,7 +92,7 @@ def commit(plan: StepPlan, result: StepResult, scheduler: Scheduler) -> Gains:
     requests: list[Request] = ledger.tenants[rows.slots].tolist()
     context = ledger.advance(rows.slots, rows.num_given, rows.num_accepted, rows.max_rows)
     kept = rows.num_accepted + rows.emits
-    reasons = _cut(kept, context - ledger.full_context[rows.slots], rows, requests, ledger)
+    reasons = _cut(kept, context, rows, requests, ledger)
     ledger.answers.write(rows.slots, rows.token_ids, rows.num_accepted, kept)
     _stamp(rows, requests, ledger)
     accepted = np.minimum(rows.num_accepted, kept) if reasons else rows.num_accepted
@@ -123,12 +123,13 @@ def _rows(plan: StepPlan, result: StepResult, flight: InFlight, ledger: Ledger) 
 
 
 def _cut(
-    kept: Int32s, too_long: Int32s, rows: _Rows, requests: list[Request], ledger: Ledger
+    kept: Int32s, context: Int32s, rows: _Rows, requests: list[Request], ledger: Ledger
 ) -> dict[int, FinishReason]:
-    """Lower kept [n] to where answers end, and say by index why they do. too_long 0: the length that was asked for."""
+    """Lower kept [n] to where answers end, and say by index why they do."""
     reasons: dict[int, FinishReason] = {}
-    for index in (too_long >= 0).nonzero()[0].tolist():
-        kept[index] -= too_long[index]
+    full_context = ledger.full_context[rows.slots]
+    for index in (context >= full_context).nonzero()[0].tolist():
+        kept[index] -= context[index] - full_context[index]
         reasons[index] = "length"
     for index in ledger.answers.may_stop(rows.token_ids, kept):
         token_ids = rows.token_ids[index, : kept[index]].tolist()

@@ -107,16 +107,19 @@ class _Counts:
     """Decode steps by slot and by how they went. Steps are added up now and then: one by one they cost too much."""
 
     STEPS_AT_ONCE = 64
+    ROWS_AT_ONCE = 4096  # more, and the step in which they are added up is a slow one
 
     def __init__(self, num_slots: int, max_drafts: int) -> None:
         self._base = max_drafts + 1
         self._drafted = np.zeros(num_slots, np.int64)
         self._outcomes = np.zeros(num_slots * self._base**2, np.int64)  # flat [slot, width, accepted]: how many steps
         self._later: list[tuple[Int64s, int, Int32s, Int32s]] = []  # slots, drafted, widths, accepted
+        self._num_rows = 0  # in those
 
     def add(self, slots: Int64s, drafted: int, widths: Int32s, accepted: Int32s) -> None:
         self._later.append((slots, drafted, widths, accepted))
-        if len(self._later) == self.STEPS_AT_ONCE:
+        self._num_rows += len(slots)
+        if len(self._later) == self.STEPS_AT_ONCE or self._num_rows > self.ROWS_AT_ONCE:
             self._add_up()
 
     def add_to(self, counters: SpecCounters, slot: int) -> None:
@@ -139,6 +142,7 @@ class _Counts:
         drafted = np.repeat([step[1] for step in self._later], [len(step[0]) for step in self._later])
         slots, widths, accepted = (np.concatenate([step[i] for step in self._later]) for i in (0, 2, 3))
         self._later.clear()
+        self._num_rows = 0
         assert ((accepted >= 0) & (accepted <= widths) & (widths <= drafted)).all(), (drafted, widths, accepted)
         np.add.at(self._drafted, slots, drafted)
         np.add.at(self._outcomes, slots * self._base**2 + (widths * self._base + accepted), 1)

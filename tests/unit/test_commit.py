@@ -2,6 +2,7 @@
 
 import pytest
 
+from slipstream.answers import Answers
 from slipstream.commit import commit
 from slipstream.metrics import SpecCounters
 from slipstream.plan import StepPlan
@@ -232,3 +233,54 @@ def test_counts_never_fall_below_zero_whatever_ends_when():
     while paper.in_flight:
         assert paper.collect() == []
     assert (len(request.output_ids), len(other.output_ids)) == (7, 9)
+
+
+def test_an_answer_can_be_read_while_it_is_made_and_survives_a_preemption():
+    request = make_request(0, prompt=5, max_tokens=60)
+    paper = decoding(request, slots=1)
+    expected, flags = [9], [False]
+    for step in range(6):
+        (delta,) = paper.step(lambda row, cap: (cap, min(cap, 2)), lambda position: 100 + position)
+        expected, flags = [*expected, *delta.token_ids], [*flags, *delta.accepted]
+        assert (request.output_ids, request.accepted, request.num_known) == (expected, flags, 5 + len(expected))
+        if step == 2:
+            last_token_s = request.last_token_s
+            paper.scheduler._preempt(request)
+            assert (request.output_ids, request.accepted, request.last_token_s) == (expected, flags, last_token_s)
+    paper.abort(0)
+    assert (request.output_ids, request.accepted) == (expected, flags)
+    assert expected == [9, *range(106, 105 + len(expected))] and True in flags
+    assert request.last_token_s > last_token_s > request.first_token_s
+
+
+def test_the_next_tenant_of_a_slot_starts_with_an_empty_answer():
+    old, new = make_request(0, prompt=5, stop_token_ids=(33,)), make_request(1, prompt=5)
+    paper = decoding(old, slots=1)
+    paper.add(new)
+    (delta,) = paper.step(full, tokens(11, 12, 33, first=6))
+    kept = list(old.output_ids)
+    assert delta.finish_reason == "stop" and kept == [9, 11, 12, 33]
+    paper.step()
+    assert (new.slot, new.output_ids, new.accepted) == (0, [9], [False])
+    (delta,) = paper.step(full, tokens(33, 33, first=6))  # a stop of the former tenant
+    assert (delta.finish_reason, new.output_ids[:3]) == (None, [9, 33, 33])
+    assert old.output_ids == kept
+
+
+@pytest.mark.parametrize("token", [33 + Answers.STOP_CLASSES, 33 + 2 * Answers.STOP_CLASSES])
+def test_a_token_that_only_resembles_a_stop_stops_nothing(token):
+    request = make_request(0, prompt=5, stop_token_ids=(33, 2**40))
+    paper = decoding(request)
+    (delta,) = paper.step(full, tokens(token, 33, first=6))
+    assert (delta.token_ids, delta.finish_reason) == ((token, 33), "stop")
+
+
+def test_a_delta_can_be_read_later():
+    """Steps after it write over the ledger, not over what it says."""
+    request = make_request(0, prompt=5)
+    paper = decoding(request)
+    plan = paper.launch(full, tokens(11, 12, 13, 14, 15, first=6))
+    gains = commit(plan, paper.in_flight.popleft()[1], paper.scheduler)
+    paper.step(full, tokens(21, 22, 23, EOS, first=11))
+    assert (gains[0].token_ids, gains[0].finish_reason) == ((11, 12, 13, 14, 15), None)
+    assert request.output_ids == [9, 11, 12, 13, 14, 15, 21, 22, 23, EOS]
