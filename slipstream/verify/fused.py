@@ -54,7 +54,7 @@ class FusedTarget:
         turn = self._forward.cos_sin, *self._norms[layer], spec.rms_norm_eps
         scale: float = spec.head_dim**-0.5
         window = spec.window(layer)
-        if shape.decode_only:  # one tile a sequence: nobody waits for another tile's keys
+        if shape.decode_only and shape.num_sequences * spec.num_kv_heads <= 1024:  # one tile a sequence: nobody waits for another tile's keys
             return decode_attention(
                 qkv, keys, values, batch.tiles, table, *turn, batch.kv_slots, scale, window, self._workspace
             )
