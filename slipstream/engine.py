@@ -157,6 +157,8 @@ class Engine:
         if self.drafter is None or plan.num_decode == 0 or not plan.caps_np.any():
             return dataclasses.replace(plan, draft_length=0, caps_np=np.zeros_like(plan.caps_np))
         length = self.policy.draft_length(plan)
+        if length == plan.draft_length:  # S, which caps never exceed
+            return plan
         return dataclasses.replace(plan, draft_length=length, caps_np=np.minimum(plan.caps_np, np.int32(length)))
 
     def decide(self, drafted: Drafted) -> Decision:
@@ -179,7 +181,7 @@ class Engine:
             shape = self.backend.draft_shape(plan)
             draft = self._run("draft", shape, partial(self.draft_stage, shape, loaded, rule, plan.step), plan.step)
             if self.policy.waits_for != "nothing":
-                with self._span(plan.step, "export_confidence", "device"):
+                with self._span(plan.step, "export_confidence", "copy"):
                     report = self._exporter.start("confidence", draft.signal[: plan.num_decode])
         return Drafted(plan, loaded, rule, draft, report, (start, self._stopwatch.mark()))
 
@@ -201,7 +203,7 @@ class Engine:
         verdict = self._run("accept", shape, partial(self.accept_stages, shape, drafted, rows), step)
         self._settle(drafted, verdict)
         end = self._stopwatch.mark()  # before the export: whoever waited for that has waited for this mark too
-        with self._span(step, "export", "device"):
+        with self._span(step, "export", "copy"):
             result = self._exporter.start("result", verdict.result[: plan.num_sequences])
         return Flight(drafted, decision, result, (start, end))
 

@@ -5,7 +5,7 @@ draft) and `StepResult` (at the end). All are frozen, torch-free and hold numpy 
 between two calls. Letters in shapes: B sequences of the step, D = `num_decode` of them that decode, d the draft length.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,18 +56,16 @@ class StepPlan:
     any_sampled: bool
     any_top_k: bool
     any_top_p: bool
+    num_given: int = field(init=False)  # given rows of all; counted once, for several stages ask
+    num_emitting: int = field(init=False)
 
     @property
     def num_sequences(self) -> int:
         return len(self.slots_np)
 
-    @property
-    def num_given(self) -> int:
-        return int(self.num_given_np.sum())
-
-    @property
-    def num_emitting(self) -> int:
-        return int(self.emits_np.sum())
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_given", int(self.num_given_np.sum()))
+        object.__setattr__(self, "num_emitting", int(self.emits_np.sum()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,10 +80,11 @@ class Decision:
     budget: int | None  # K
     caps_np: Int32s  # [B]
     reason: str = ""  # why nothing was pruned, for log and statistics
+    num_draft_rows: int = field(init=False)
 
-    @property
-    def num_draft_rows(self) -> int:
-        return int(self.widths_np.sum()) if self.widths_np is not None else int(self.budget or 0)
+    def __post_init__(self) -> None:
+        rows = int(self.widths_np.sum()) if self.widths_np is not None else int(self.budget or 0)
+        object.__setattr__(self, "num_draft_rows", rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

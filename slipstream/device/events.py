@@ -8,14 +8,14 @@ them onto the host's clock.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 import torch
 
-Kind = Literal["host", "wait", "device"]
+Kind = Literal["host", "wait", "device", "copy"]  # copy: started here, runs beside all others
 
 _NOTHING = nullcontext()
 ANCHOR_TRIES = 8
@@ -129,6 +129,22 @@ def _since_first(events: Sequence[TimingEvent]) -> list[float]:
     return found
 
 
+class _OpenSpan:
+    """A span's block. A class of its own, for a generator would take twice as long, some ten times a step."""
+
+    __slots__ = ("first", "index", "kind", "name", "one_launch", "recorder", "start_s", "step")
+
+    def __init__(self, recorder: "Recorder", step: int, name: str, kind: Kind, one_launch: bool) -> None:
+        self.recorder, self.step, self.name, self.kind, self.one_launch = recorder, step, name, kind, one_launch
+        self.index, self.first, self.start_s = 0, 0, 0.0
+
+    def __enter__(self) -> None:
+        self.recorder._begin(self)
+
+    def __exit__(self, *exception: object) -> None:
+        self.recorder._end(self)
+
+
 class Recorder:
     """Collects spans in the order in which stages begin."""
 
@@ -138,23 +154,25 @@ class Recorder:
         self._spans: list[Span] = []
         self._pending: list[tuple[int, int, int, bool]] = []  # span, its two marks, whether it is one launch
 
-    @contextmanager
-    def span(self, step: int, name: str, kind: Kind, one_launch: bool = False) -> Iterator[None]:
+    def span(self, step: int, name: str, kind: Kind, one_launch: bool = False) -> AbstractContextManager[None]:
         """A stage, from here to the end of the block.
 
         one_launch: all of the block's work is launched at once at its end (the replay of a graph), so the device has
         not begun it before. Without that, an idle device would count as working while the host prepares a replay.
         """
-        index = len(self._spans)
-        first = self._timeline.mark() if kind == "device" and self._timeline is not None else None
-        start = time.perf_counter()
-        self._spans.append(Span(step, name, kind, start, start))
-        try:
-            yield
-        finally:
-            self._spans[index] = Span(step, name, kind, start, time.perf_counter())
-            if first is not None and self._timeline is not None:
-                self._pending.append((index, first, self._timeline.mark(), one_launch))
+        return _OpenSpan(self, step, name, kind, one_launch)
+
+    def _begin(self, span: "_OpenSpan") -> None:
+        span.index = len(self._spans)
+        if span.kind == "device" and self._timeline is not None:
+            span.first = self._timeline.mark()
+        span.start_s = time.perf_counter()
+        self._spans.append(Span(span.step, span.name, span.kind, span.start_s, span.start_s))
+
+    def _end(self, span: "_OpenSpan") -> None:
+        self._spans[span.index] = Span(span.step, span.name, span.kind, span.start_s, time.perf_counter())
+        if span.kind == "device" and self._timeline is not None:
+            self._pending.append((span.index, span.first, self._timeline.mark(), span.one_launch))
 
     @property
     def spans(self) -> list[Span]:
@@ -182,7 +200,7 @@ class Recorder:
 class NullRecorder(Recorder):
     """Records nothing."""
 
-    def span(self, step: int, name: str, kind: Kind, one_launch: bool = False) -> AbstractContextManager[None]:  # type: ignore[override]
+    def span(self, step: int, name: str, kind: Kind, one_launch: bool = False) -> AbstractContextManager[None]:
         return _NOTHING
 
 

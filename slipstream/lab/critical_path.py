@@ -21,7 +21,6 @@ Interval = tuple[float, float]  # [start, end) in seconds
 DECIDE = frozenset({"decide"})
 BUILD = frozenset({"schedule"})  # making the plan; copying it down belongs to the device stage `load`
 BETWEEN = frozenset({"rank", "layout", "fill"})  # device work that belongs between draft and verify
-BESIDE = frozenset({"export", "export_confidence"})  # copies on a stream of their own: the compute stream goes on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +31,7 @@ class CriticalPath:
     decide_hidden_us: float | None  # deciding behind device work
     build_us: float | None  # planning while the device had nothing to do
     gap_us: float | None  # from the end of the draft to the start of verify, less the stages that belong there
-    device_busy: float | None  # share of the time from first to last span in which the device worked
+    device_busy: float | None  # share of the time from the first to the last decode step in which the device worked
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -64,7 +63,7 @@ def overlap(ours: Sequence[Interval], theirs: Sequence[Interval]) -> float:
 
 def critical_path(spans: "Sequence[Span]") -> CriticalPath:
     """Five figures from the spans of one run, steps that only prefill left out."""
-    device = union((s.start_s, s.end_s) for s in spans if s.kind == "device" and s.name not in BESIDE)
+    device = union((s.start_s, s.end_s) for s in spans if s.kind == "device")
     steps, drafting = _decode_steps(spans)
     decide = [_exposed(step, DECIDE, device) for step in steps]
     build = [_exposed(step, BUILD, device) for step in steps]
@@ -73,7 +72,7 @@ def critical_path(spans: "Sequence[Span]") -> CriticalPath:
         decide_hidden_us=_median_us([hidden for _, hidden in decide]),
         build_us=_median_us([exposed for exposed, _ in build]),
         gap_us=_median_us([_gap(step) for step in drafting]),
-        device_busy=_busy(spans, device),
+        device_busy=_busy(steps, device),
     )
 
 
@@ -126,11 +125,13 @@ def _gap(step: "Sequence[Span]") -> float:
     return max(0.0, verify_start - draft_end - overlap(between, [(draft_end, verify_start)]))
 
 
-def _busy(spans: "Sequence[Span]", device: Sequence[Interval]) -> float | None:
-    if not device:
+def _busy(steps: "Sequence[Sequence[Span]]", device: Sequence[Interval]) -> float | None:
+    """From the first of these steps to the end of the last; prefills that come before are not decoding."""
+    work = [s for step in steps for s in step if s.kind == "device"]
+    if not work:
         return None
-    wall = max(s.end_s for s in spans) - min(s.start_s for s in spans)
-    return length(device) / wall if wall > 0 else None
+    begin, end = min(s.start_s for s in work), max(s.end_s for s in work)
+    return overlap(device, [(begin, end)]) / (end - begin) if end > begin else None
 
 
 def _median_us(seconds: Sequence[float]) -> float | None:
