@@ -66,3 +66,16 @@ def test_the_readme_quotes_the_kept_speeds(name: str) -> None:
     for row in report["rows"]:
         speed = f"{row['tok_per_s']:.1f} ({row['tok_per_s_min']:.1f} - {row['tok_per_s_max']:.1f})"
         assert f"| {row['concurrency']} | {speed} | {row['ratio_to_off']:.2f} |" in readme, row["mode"]
+
+
+def test_the_readme_quotes_the_kept_speeds_of_a_gpu() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    report = json.loads((ROOT / "bench/results/gpu-h200.json").read_text(encoding="utf-8"))
+    rows = [row for row in report["phases"]["smollm2"]["rows"] if row["ratio_to_off"] is not None]
+    assert len(rows) == 15  # five modes at three concurrencies
+    for row in rows:
+        speed = f"{row['tok_per_s']:,.0f} ({row['tok_per_s_min']:,.0f} - {row['tok_per_s_max']:,.0f})"
+        assert f"| {row['concurrency']} | {speed} | {row['ratio_to_off']:.2f} |" in readme, row["mode"]
+    goals = {goal["what"]: goal["measured"] for goal in report["goals"]}
+    for at in (1, 32, 256):
+        assert f"{goals[f'smollm2-135m: off at {at}: tok/s']:,.0f}" in readme
