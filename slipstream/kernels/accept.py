@@ -23,7 +23,7 @@ _INF = tl.constexpr(float("inf"))
 def accept_coupled(
     logits: Tensor, num_token_ids: int, *, output_sequence: Tensor, output_offset: Tensor, cu_outputs: Tensor,
     widths: Tensor, emits: Tensor, drafts: Tensor, slots: Tensor, num_given: Tensor, context: Tensor,
-    temperature: Tensor, seed: Tensor, result: Tensor, is_filtered: bool = False, token_ids: Tensor | None = None,
+    temperature: Tensor, seed: Tensor, result: Tensor, is_filtered: bool = False,
 ) -> None:  # fmt: skip
     """Fill `result` [B, S + 4] int32: width, num_accepted n, invalid (0 or 1), then y_0 .. y_S, valid up to y_n.
 
@@ -31,7 +31,6 @@ def accept_coupled(
     output_offset [O], cu_outputs [B + 1], widths, slots, num_given [B] int64, emits [B] bool; drafts [B or more, S]
     int64, or [D, S] if widths are 0 from row D on; context, seed [N + 1] int64, temperature [N + 1] fp32.
     is_filtered: the logits come from `ops.sample.filter_logits`, that is, are divided by the temperature already.
-    token_ids [N + 1, L + 1] int32: if given, `apply` is done in the same launch.
     Invalid: a row that a token was taken from holds NaN or +inf, or nothing but -inf.
     """
     num_outputs, num_drafts = logits.shape[0], result.shape[1] - NUM_HEADER_COLUMNS - 1
@@ -43,9 +42,8 @@ def accept_coupled(
     num_tiles = ids.shape[1]
     _verdict[(len(widths),)](
         peaks, scores, ids, num_tiles, num_outputs, num_token_ids, cu_outputs, widths, emits,
-        drafts, drafts.stride(0), num_drafts, slots, num_given, context, temperature,
-        result, result.stride(0), token_ids, 0 if token_ids is None else token_ids.stride(0),
-        IS_FILTERED=is_filtered, APPLY=token_ids is not None,
+        drafts, drafts.stride(0), num_drafts, slots, temperature,
+        result, result.stride(0), IS_FILTERED=is_filtered,
         PLACES=triton.next_power_of_2(num_drafts + 1), TILES=triton.next_power_of_2(num_tiles),
     )  # fmt: skip
 
@@ -130,9 +128,8 @@ def _row_best(
 @triton.jit(do_not_specialize=["num_tiles", "num_outputs", "drafts_stride", "num_drafts", "result_stride"])
 def _verdict(
     peaks, scores, ids, num_tiles, num_outputs, num_token_ids, cu_outputs, widths, emits,
-    drafts, drafts_stride, num_drafts, slots, num_given, context, temperature,
-    result, result_stride, token_ids, token_ids_stride,
-    IS_FILTERED: tl.constexpr, APPLY: tl.constexpr, PLACES: tl.constexpr, TILES: tl.constexpr,
+    drafts, drafts_stride, num_drafts, slots, temperature,
+    result, result_stride, IS_FILTERED: tl.constexpr, PLACES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One program: one sequence, its rows times the tiles of the vocabulary."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -162,9 +159,6 @@ def _verdict(
     tl.store(out + 1, num_accepted)
     tl.store(out + 2, tl.max(is_bad.to(tl.int32), axis=0))
     tl.store(out + 3 + place, emitted, mask=place <= num_drafts)
-    if APPLY:
-        given = tl.load(num_given + sequence)
-        advance(slot, given, num_accepted, is_emitting, place, emitted, context, token_ids, token_ids_stride)
 
 
 @triton.jit(do_not_specialize=["result_stride", "num_drafts"])
@@ -177,15 +171,8 @@ def _apply(
     out = result + sequence * result_stride
     num_accepted = tl.load(out + 1)
     emitted = tl.load(out + 3 + place, mask=place <= num_drafts, other=0)
-    slot, given = tl.load(slots + sequence), tl.load(num_given + sequence)
-    is_emitting = tl.load(emits + sequence)
-    advance(slot, given, num_accepted, is_emitting, place, emitted, context, token_ids, token_ids_stride)
-
-
-@triton.jit
-def advance(slot, given, num_accepted, is_emitting, place, emitted, context, token_ids, token_ids_stride):
-    """What `apply` does, for one sequence."""
-    start = tl.load(context + slot) + given  # position of y_0
-    wanted = (place <= num_accepted) & (is_emitting != 0)
+    slot = tl.load(slots + sequence)
+    start = tl.load(context + slot) + tl.load(num_given + sequence)  # position of y_0
+    wanted = (place <= num_accepted) & (tl.load(emits + sequence) != 0)
     tl.store(token_ids + slot * token_ids_stride + start + place, emitted, mask=wanted)
     tl.store(context + slot, start + num_accepted)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.accept import NUM_HEADER_COLUMNS, advance, tile_size
+from slipstream.kernels.accept import NUM_HEADER_COLUMNS, tile_size
 from slipstream.kernels.noise import uniform
 from slipstream.ops.noise import Purpose
 
@@ -25,7 +25,6 @@ def accept_rejection(
     logits: Tensor, num_token_ids: int, *, output_sequence: Tensor, output_offset: Tensor, cu_outputs: Tensor,
     widths: Tensor, emits: Tensor, drafts: Tensor, draft_prob: Tensor | None, slots: Tensor, num_given: Tensor,
     context: Tensor, temperature: Tensor, seed: Tensor, result: Tensor, is_filtered: bool = False,
-    token_ids: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill `result` as `accept_coupled` does, under rejection; the arguments are those of `accept_coupled`, and
 
@@ -65,9 +64,7 @@ def accept_rejection(
     flags = {"IS_FILTERED": is_filtered, "IS_CERTAIN": draft_prob is None, "BLOCK": sum_block}
     _sum_tiles[(num_sums, num_sequences)](*where, **flags)
     _draw_following[(num_sequences,)](
-        *where, best, seed, num_given, context, num_drafts, token_ids, 0 if token_ids is None else token_ids.stride(0),
-        APPLY=token_ids is not None, PLACES=triton.next_power_of_2(num_drafts + 1),
-        SUMS=triton.next_power_of_2(num_sums), **flags,
+        *where, best, seed, num_given, context, SUMS=triton.next_power_of_2(num_sums), **flags
     )  # fmt: skip
 
 
@@ -197,20 +194,17 @@ def _sum_tiles(
         tl.store(sums + num_sequences * num_sums + at, tl.sum(residual, axis=0))
 
 
-@triton.jit(
-    do_not_specialize=["num_outputs", "drafts_stride", "result_stride", "num_sums", "num_sequences", "num_drafts"]
-)
+@triton.jit(do_not_specialize=["num_outputs", "drafts_stride", "result_stride", "num_sums", "num_sequences"])
 def _draw_following(
     logits, row_stride, num_token_ids, num_outputs, cu_outputs, widths, emits, drafts, drafts_stride,
     draft_prob, prob_stride, prob_place_stride, slots, temperature, result, result_stride, stopped, sums, num_sums,
-    num_sequences, best, seed, num_given, context, num_drafts, token_ids, token_ids_stride,
-    IS_FILTERED: tl.constexpr, IS_CERTAIN: tl.constexpr, BLOCK: tl.constexpr,
-    APPLY: tl.constexpr, PLACES: tl.constexpr, SUMS: tl.constexpr,
+    num_sequences, best, seed, num_given, context,
+    IS_FILTERED: tl.constexpr, IS_CERTAIN: tl.constexpr, BLOCK: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """One program: the token after the accepted drafts of one sequence."""
     sequence = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + sequence)
-    heat, given, is_emitting = tl.load(temperature + slot), tl.load(num_given + sequence), tl.load(emits + sequence)
+    heat, is_emitting = tl.load(temperature + slot), tl.load(emits + sequence)
     out = result + sequence * result_stride
     num_accepted = tl.load(out + 1).to(tl.int64)
     # Greedy: p is one-hot, so whatever is left of it after q is its argmax.
@@ -224,7 +218,7 @@ def _draw_following(
         is_refused = (num_accepted < tl.load(widths + sequence)) & (tl.sum(sum_residual, axis=0) > 0)
         weight = tl.where(is_refused, sum_residual, sum_p)
         cumulative = tl.cumsum(weight, axis=0)
-        anchor = tl.load(context + slot) + given - 1
+        anchor = tl.load(context + slot) + tl.load(num_given + sequence) - 1
         point = uniform(tl.load(seed + slot), anchor, num_accepted, _RESIDUAL) * tl.sum(weight, axis=0)
         chosen = tl.min(tl.where((cumulative > point) & (weight > 0), tile, num_sums - 1), axis=0)
         before = tl.sum(tl.where(tile < chosen, weight, 0.0), axis=0)
@@ -240,8 +234,3 @@ def _draw_following(
         _, heaviest = tl.max(inner, axis=0, return_indices=True)
         following = tl.minimum(chosen * BLOCK + tl.where(first < BLOCK, first, heaviest), num_token_ids - 1)
     tl.store(out + 3 + num_accepted, following)
-    if APPLY:
-        place = tl.arange(0, PLACES)
-        emitted = tl.load(out + 3 + place, mask=place <= num_drafts, other=0)
-        emitted = tl.where(place == num_accepted, following, emitted)
-        advance(slot, given, num_accepted, is_emitting, place, emitted, context, token_ids, token_ids_stride)

@@ -195,7 +195,7 @@ def acceptance() -> None:
             drafts=drafts, prob=prob, previous=drafts, workspace=draft.draft_workspace(n, num_drafts, "cpu"),
         )  # fmt: skip
         draft.confidence(bf16(n, num_drafts, 576), drafts, w1, bf16(576 + rank), bf16(1), prob)
-    accept_rejection(logits, vocabulary - 3, **step, **slot_state, draft_prob=None, token_ids=token_ids)
+    accept_rejection(logits, vocabulary - 3, **step, **slot_state, draft_prob=None)
 
 
 def bf16(*shape: int) -> torch.Tensor:

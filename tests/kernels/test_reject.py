@@ -120,18 +120,3 @@ def test_a_row_that_is_not_finite_ends_its_own_request_only(device: str, fault: 
     result = _run(case, prob)
     assert result[:7, 2].tolist() == [0, 1, 0, 0, 0, 0, 0]
     assert (result[:, 3:] >= 0).all() and (result[:, 3:] < case.num_token_ids).all()
-
-
-def test_apply_is_done_in_the_same_launch(device: str) -> None:
-    case = make_case(device, heat=SAMPLED)
-    prob = _draft_prob(case, is_certain=False, likeness=0.9)
-    counts, tokens, _ = _expected(case, prob)
-    context, token_ids = case.tensors["context"].clone(), case.token_ids.clone()
-    for b, (n, emitted) in enumerate(zip(counts, tokens, strict=True)):
-        slot = int(case.tensors["slots"][b])
-        start = int(context[slot]) + int(case.tensors["num_given"][b])
-        token_ids[slot, start : start + len(emitted)] = torch.tensor(emitted, dtype=torch.int32)
-        context[slot] = start + n
-    _run(case, prob, token_ids=case.token_ids)
-    assert torch.equal(case.tensors["context"], context)
-    assert torch.equal(case.token_ids, token_ids)
