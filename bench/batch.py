@@ -74,7 +74,7 @@ def measure(state: SlotState) -> dict[str, dict[int, float]]:
         calls: dict[str, Callable[[], object]] = {"layout": layout}
         calls["fill"] = lambda out=out: batch.fill(out.token_ids, out.draft_index, drafts)
         calls["draft_inputs"] = lambda slots=slots: batch.draft_inputs(
-            slots, state.context, state.token_ids, 0, WIDTH + 1, MAX_LEN
+            slots, state.context, state.token_ids, 0, WIDTH + 1
         )
         for name, call in calls.items():
             table.setdefault(name, {})[count] = microseconds(call)

@@ -37,10 +37,9 @@ class FusedBlockDraft(BlockDraft):
 
     def propose(self, view: DraftView, num_drafts: int, sampler: Sampler, signal: str) -> Draft:
         count, num_rows = len(view.slots), self.network.spec.rows(num_drafts)
-        input_ids, _, anchors, blocks = draft_inputs(
-            view.slots, self._state.context, self._state.token_ids, self.network.spec.mask_token_id, num_rows,
-            self.max_position,
-        )  # fmt: skip
+        input_ids, anchors, blocks = draft_inputs(
+            view.slots, self._state.context, self._state.token_ids, self.network.spec.mask_token_id, num_rows
+        )
         flat = self._hidden(blocks, input_ids)
         hidden = flat.view(count, num_rows, -1)
         draft_rows = hidden[:, num_rows - num_drafts :]  # fill-in: row 0 predicts nothing

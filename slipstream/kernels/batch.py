@@ -325,29 +325,28 @@ def _fill(token_ids, draft_index, drafts, num_rows, BLOCK: tl.constexpr):
 
 
 def draft_inputs(
-    slots: Tensor, context: Tensor, token_ids: Tensor, mask_token_id: int, num_rows: int, max_position: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a block drafter starts from: ids [B, n] (anchor, mask, mask, ...), positions [B, n], anchors [B], all int64,
-    and blocks [B, 4] int32, the records of its attention (`Tiles`).
+    slots: Tensor, context: Tensor, token_ids: Tensor, mask_token_id: int, num_rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a block drafter starts from: ids [B, n] (anchor, mask, mask, ...) and anchors [B], both int64, and blocks
+    [B, 4] int32, the records of its attention (`Tiles`).
 
-    slots [B] and the slot state's context and token_ids; num_rows n. Row i stands at context + i, its position is at
-    most max_position - 1 (the drafter knows max_position positions).
+    slots [B] and the slot state's context and token_ids; num_rows n. Row i stands at context + i.
     """
     shape = (len(slots), num_rows)
-    input_ids, positions = (torch.empty(shape, dtype=torch.int64, device=slots.device) for _ in range(2))
+    input_ids = torch.empty(shape, dtype=torch.int64, device=slots.device)
     anchors, blocks = torch.empty_like(slots), torch.empty(len(slots), 4, dtype=torch.int32, device=slots.device)
     if input_ids.numel():
         _draft_inputs[(triton.cdiv(input_ids.numel(), _BLOCK),)](
-            slots, context, token_ids, input_ids, positions, anchors, blocks, input_ids.numel(), num_rows,
-            token_ids.stride(0), mask_token_id, max_position, BLOCK=_BLOCK,
+            slots, context, token_ids, input_ids, anchors, blocks, input_ids.numel(), num_rows, token_ids.stride(0),
+            mask_token_id, BLOCK=_BLOCK,
         )  # fmt: skip
-    return input_ids, positions, anchors, blocks
+    return input_ids, anchors, blocks
 
 
-@triton.jit(do_not_specialize=["size", "num_rows", "mask_token_id", "max_position"])
+@triton.jit(do_not_specialize=["size", "num_rows", "mask_token_id"])
 def _draft_inputs(
-    slots, context, token_ids, input_ids, positions, anchors, blocks,
-    size, num_rows, token_stride, mask_token_id, max_position, BLOCK: tl.constexpr,
+    slots, context, token_ids, input_ids, anchors, blocks, size, num_rows, token_stride, mask_token_id,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b, row = i // num_rows, i % num_rows
@@ -357,5 +356,4 @@ def _draft_inputs(
     anchor = tl.load(token_ids + slot * token_stride + start, mask=is_anchor, other=0).to(tl.int64)
     tl.store(anchors + b, anchor, mask=is_anchor)
     tl.store(input_ids + i, tl.where(row == 0, anchor, mask_token_id), mask=i < size)
-    tl.store(positions + i, tl.minimum(start + row, max_position - 1), mask=i < size)
     _write_records(blocks + 4 * b, i, num_rows, slot, start, is_anchor)

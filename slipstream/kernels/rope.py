@@ -28,18 +28,19 @@ def rope_and_store(
     positions [R] int64, those beyond the table are its last; cos_sin [max_position, hd] fp32 as `Rotary` has it; q_norm,
     k_norm [hd] or both None; pages [pages, page_size, nkv, hd]. Rows with the same KV slot must be padding.
     """
-    num_kv_heads = key_pages.shape[2]
+    num_rows, head_dim, num_kv_heads = qkv.shape[0], cos_sin.shape[1], key_pages.shape[2]
+    heads = num_heads + 2 * num_kv_heads
     assert key_pages.is_contiguous() and value_pages.is_contiguous()
-    pages = (key_pages, value_pages, kv_slots)
-    _run(qkv, positions, cos_sin, q_norm, k_norm, eps, num_heads, num_kv_heads, pages)
-
-
-def rope_in_place(
-    qkv: Tensor, positions: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
-    num_heads: int, num_kv_heads: int,
-) -> None:  # fmt: skip
-    """As `rope_and_store`, and nothing is stored: a drafter's block keeps its keys and values to itself."""
-    _run(qkv, positions, cos_sin, q_norm, k_norm, eps, num_heads, num_kv_heads, None)
+    assert qkv.shape[1] == heads * head_dim and qkv.stride(1) == 1, (qkv.shape, qkv.stride())
+    assert (q_norm is None) == (k_norm is None) and cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
+    if num_rows:
+        heads_per_program = _HEADS_OF_FEW if num_rows <= _FEW_ROWS else _HEADS_OF_MANY
+        _rope_kernel[(num_rows, triton.cdiv(heads, heads_per_program))](
+            qkv, positions, cos_sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
+            key_pages, value_pages, kv_slots, qkv.stride(0), cos_sin.shape[0], eps,
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, NORMS=q_norm is not None,
+            HEADS=heads_per_program, HALF=triton.next_power_of_2(head_dim // 2), num_warps=1,
+        )  # fmt: skip
 
 
 def store_context(
@@ -64,44 +65,22 @@ def store_context(
         )  # fmt: skip
 
 
-def _run(
-    qkv: Tensor, positions: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
-    num_heads: int, num_kv_heads: int, pages: tuple[Tensor, Tensor, Tensor] | None,
-) -> None:  # fmt: skip
-    num_rows, head_dim = qkv.shape[0], cos_sin.shape[1]
-    assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and qkv.stride(1) == 1
-    assert (q_norm is None) == (k_norm is None) and cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
-    key_pages, value_pages, kv_slots = pages or (qkv, qkv, positions)
-    heads = num_heads + (num_kv_heads if pages is None else 2 * num_kv_heads)
-    if num_rows:
-        heads_per_program = _HEADS_OF_FEW if num_rows <= _FEW_ROWS else _HEADS_OF_MANY
-        _rope_kernel[(num_rows, triton.cdiv(heads, heads_per_program))](
-            qkv, positions, cos_sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
-            key_pages, value_pages, kv_slots, qkv.stride(0), cos_sin.shape[0], eps,
-            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-            NORMS=q_norm is not None, STORES=pages is not None,
-            HEADS=heads_per_program, HALF=triton.next_power_of_2(head_dim // 2), num_warps=1,
-        )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["max_position"])
 def _rope_kernel(
     qkv, positions, cos_sin, q_norm, k_norm, key_pages, value_pages, kv_slots,
     row_stride, max_position, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORMS: tl.constexpr,
-    STORES: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """One program: HEADS heads of one row, each as its two halves [HEADS, HALF]."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)
-    last = NUM_HEADS + NUM_KV_HEADS * (2 if STORES else 1)
-    inside = (head < last)[:, None] & (pair < HEAD_DIM // 2)[None, :]
+    inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (pair < HEAD_DIM // 2)[None, :]
     is_query = inside & (head < NUM_HEADS)[:, None]
     turns = inside & (head < NUM_HEADS + NUM_KV_HEADS)[:, None]  # queries and keys
     # All loads before the first use: a single row's time is the length of the chain of loads.
-    position = tl.load(positions + row)
-    slot = tl.load(kv_slots + row) if STORES else 0
+    position, slot = tl.load(positions + row), tl.load(kv_slots + row)
     at = qkv + row * row_stride + head[:, None] * HEAD_DIM + pair[None, :]
     left, right = _halves(at, inside, HEAD_DIM)
     every = tl.zeros([HEADS, 1], tl.int32) + pair[None, :]  # the same for each head
@@ -117,12 +96,11 @@ def _rope_kernel(
     right = tl.where(turns, new_right.to(right.dtype), right)
     _store(at, left, right, turns, HEAD_DIM)
 
-    if STORES:
-        # Keys come first: of the heads after the queries, nkv belong to key_pages and nkv to value_pages.
-        kv_head = head - NUM_HEADS
-        place = slot * NUM_KV_HEADS * HEAD_DIM + kv_head[:, None] * HEAD_DIM + pair[None, :]
-        _store(key_pages + place, left, right, turns & ~is_query, HEAD_DIM)
-        _store(value_pages + place - NUM_KV_HEADS * HEAD_DIM, left, right, inside & ~turns, HEAD_DIM)
+    # Keys come first: of the heads after the queries, nkv belong to key_pages and nkv to value_pages.
+    kv_head = head - NUM_HEADS
+    place = slot * NUM_KV_HEADS * HEAD_DIM + kv_head[:, None] * HEAD_DIM + pair[None, :]
+    _store(key_pages + place, left, right, turns & ~is_query, HEAD_DIM)
+    _store(value_pages + place - NUM_KV_HEADS * HEAD_DIM, left, right, inside & ~turns, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["max_position"])

@@ -23,7 +23,7 @@ import torch
 # promise.
 VARIANTS = {
     "batch": {"_admit": 1, "_write_pages": 1, "_layout": 1, "_fill": 1, "_draft_inputs": 1, "_rank": 2},
-    "networks": {"_attention_kernel": 2, "_own_rows_kernel": 11, "_rope_kernel": 3, "_context_kernel": 1},
+    "networks": {"_attention_kernel": 2, "_own_rows_kernel": 11, "_rope_kernel": 2, "_context_kernel": 1},
     "products": {"_product": 24, "_rms_norm": 2},
     "acceptance": {
         "_row_best": 2, "_verdict": 2, "_apply": 1, "_draw": 2, "_finish": 1, "_confidence": 1,
@@ -105,7 +105,7 @@ def batch_and_rank() -> None:
         per_sequence = longs[:n], longs[:n], flags[:n], longs[:n]
         batch.layout(*per_sequence, **gathered, page_size=16, block_q=n, draft_stride=7 + n % 2, out=rows)
         batch.fill(rows.token_ids, rows.draft_index, longs)
-        batch.draft_inputs(longs[:n], state.context, state.token_ids, 16 * n, min(n, 17), 300 * n)
+        batch.draft_inputs(longs[:n], state.context, state.token_ids, 16 * n, min(n, 17))
         signal, calibration = torch.zeros(n, 7), torch.zeros(2, 7, 2)
         per_sequence = longs[:n], state.temperature, longs[:n]
         rank(signal, 7 - n % 7, calibration, *per_sequence, longs[:1], longs[:n])
@@ -149,7 +149,6 @@ def networks() -> None:
         at, pages, norm = torch.zeros(rows, dtype=torch.int64), bf16(2, 4, 16, 8, 128), bf16(128)
         rope.rope_and_store(bf16(rows, 48 * 128), at, cos_sin, norm, norm, 1e-6, *pages, at, 32)
         rope.store_context(bf16(rows, 2 * 16 * 128), at, cos_sin, bf16(2, 128), 1e-6, pages, pages, at)
-    rope.rope_in_place(bf16(8, 48 * 128), torch.zeros(8, dtype=torch.int64), cos_sin, norm, norm, 1e-6, 32, 8)
 
 
 def products() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from slipstream.cache.pages import SCRATCH_PAGE
 from slipstream.kernels.attention import Launch, Tiles, Workspace, paged_attention
 from slipstream.kernels.own_attention import block_attention, decode_attention
-from slipstream.kernels.rope import rope_and_store, rope_in_place
+from slipstream.kernels.rope import rope_and_store
 from slipstream.models.layers import Rotary
 from slipstream.models.spec import RopeSpec
 from tests.kernels.steps import NAN, TINY_LAUNCH, Shape, Step, assert_close, one_row, workspace
@@ -120,7 +120,12 @@ def test_blocks(dtype: torch.dtype, device: str, window: int | None, n: int, num
     turns, space = turn(step, norms), workspace(shape, n, device)
     turned, before = rows.clone(), (step.key_pages.clone(), step.value_pages.clone())
     positions = torch.cat([torch.arange(start, start + n) for start in context]).to(device)
-    rope_in_place(turned, positions, *turns, shape.num_heads, shape.num_kv_heads)
+    elsewhere = (
+        step.key_pages.clone(),
+        step.value_pages.clone(),
+        torch.zeros_like(positions),
+    )  # what it stores is unused
+    rope_and_store(turned, positions, *turns, *elsewhere, shape.num_heads)
     heads = turned.view(len(context), n, -1, shape.head_dim)
     q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=2)
     for _ in range(1 if num_splits == 1 else 2):

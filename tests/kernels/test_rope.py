@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.rope import rope_and_store, rope_in_place, store_context
+from slipstream.kernels.rope import rope_and_store, store_context
 from slipstream.models.layers import Rotary
 from slipstream.models.spec import RopeSpec
 from slipstream.ops.norm import rms_norm
@@ -54,31 +54,22 @@ def assert_stored(stored: Tensor, kv_slots: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), SIZES)
 @pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("stores", [False, True])
-def test_rows(
-    num_heads: int, num_kv_heads: int, head_dim: int, norms: bool, stores: bool, dtype: torch.dtype, device: str
-) -> None:
+def test_rows(num_heads: int, num_kv_heads: int, head_dim: int, norms: bool, dtype: torch.dtype, device: str) -> None:
     positions, kv_slots = rows(device)
     rotary, total = table(head_dim, device), num_heads + 2 * num_kv_heads
     qkv = randn(len(positions), total * head_dim + 8, dtype=dtype, device=device, seed=1)[:, : total * head_dim]
     heads = qkv.clone().view(len(positions), total, head_dim)
     q_norm, k_norm = (randn(head_dim, dtype=dtype, device=device, seed=i) if norms else None for i in (2, 3))
     keys, values = (pages(num_kv_heads, head_dim, dtype, device) for _ in range(2))
-    if stores:
-        rope_and_store(qkv, positions, rotary.cos_sin, q_norm, k_norm, EPS, keys, values, kv_slots, num_heads)
-    else:
-        rope_in_place(qkv, positions, rotary.cos_sin, q_norm, k_norm, EPS, num_heads, num_kv_heads)
+    rope_and_store(qkv, positions, rotary.cos_sin, q_norm, k_norm, EPS, keys, values, kv_slots, num_heads)
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     q, k = rotated(q, q_norm, rotary, positions), rotated(k, k_norm, rotary, positions)
     got = qkv.unflatten(1, (total, head_dim))
     assert_close(got[:, : num_heads + num_kv_heads], torch.cat((q, k), dim=1))
     assert torch.equal(got[:, num_heads + num_kv_heads :], v)
-    if stores:
-        assert_stored(keys, kv_slots, k)
-        assert_stored(values, kv_slots, v)
-        assert torch.equal(values.flatten(0, 1)[kv_slots], v)
-    else:
-        assert bool(keys.isnan().all())
+    assert_stored(keys, kv_slots, k)
+    assert_stored(values, kv_slots, v)
+    assert torch.equal(values.flatten(0, 1)[kv_slots], v)
 
 
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(3, 64), (1, 8), (2, 80)])
@@ -100,8 +91,9 @@ def test_context_of_all_layers(num_kv_heads: int, head_dim: int, dtype: torch.dt
 
 def test_no_rows_are_no_launch(dtype: torch.dtype, device: str) -> None:
     rotary, positions = table(8, device), torch.empty(0, dtype=torch.int64, device=device)
-    rope_in_place(torch.empty(0, 24, dtype=dtype, device=device), positions, rotary.cos_sin, None, None, EPS, 1, 1)
     keys = pages(1, 8, dtype, device, (2,))
+    qkv = torch.empty(0, 24, dtype=dtype, device=device)
+    rope_and_store(qkv, positions, rotary.cos_sin, None, None, EPS, keys[0], keys[1], positions, 1)
     kv, norms = torch.empty(0, 32, dtype=dtype, device=device), torch.ones(2, 8, dtype=dtype, device=device)
     store_context(kv, positions, rotary.cos_sin, norms, EPS, keys, keys.clone(), positions)
     assert bool(keys.isnan().all())
