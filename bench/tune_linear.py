@@ -5,8 +5,8 @@
 Products of SmolLM2-135M, of its drafter and of the Qwen3-8B shape, at 1 to 128 rows. A graph goes through as many
 copies of the weight as the level-2 cache cannot hold, so every launch finds its weight in memory, as in a step. A tile
 counts only if its result is right. Then whole steps (the linear layers of all layers and the head in one graph): with
-the tiles found, with those started early, and with the library. The first table is the measurement, the second what
-goes into `TUNED`. JSON to $OUT (or runs/). Without a device, `--smoke` walks through everything on toys.
+the tiles found, and with the library. The first table is the measurement, the second what goes into `TUNED`. JSON to
+$OUT (or runs/). Without a device, `--smoke` walks through everything on toys.
 """
 
 import argparse
@@ -250,12 +250,10 @@ def try_tile(bench: Bench, num_rows: int, tile: Tile, compiled: "Future[None] | 
 
 def row(bench: Bench, num_rows: int, best: list[tuple[float, Tile]]) -> dict[str, Any]:
     product = bench.product
-    early = [dataclasses.replace(tile, early=True) for _, tile in best[:1] if HAS_CUDA and num_rows == 8]
     return {
         "model": product.model, "product": product.name, "shape": (product.num_weight_rows, product.num_in),
         "rows": num_rows, "library_us": bench.library_us(num_rows), "mm_us": bench.product_us(num_rows),
         "tiles": [(us, dataclasses.asdict(tile)) for us, tile in best],
-        "early_us": bench.tile_us(num_rows, early[0]) if early else None,
         "memory_gb_per_s": product.num_bytes / 1e3 / best[0][0] if best else None,
     }  # fmt: skip
 
@@ -264,7 +262,7 @@ def print_row(r: dict[str, Any]) -> None:
     best = r["tiles"][0] if r["tiles"] else (float("nan"), None)
     tile = short(Tile(**best[1])) if best[1] else "-"
     print(
-        f"{r['model']:8} {r['product']:8} {r['rows']:4}  tile {best[0]:7.2f} us  early {r['early_us'] or float('nan'):7.2f}"
+        f"{r['model']:8} {r['product']:8} {r['rows']:4}  tile {best[0]:7.2f} us"
         f"  library {r['library_us']:7.2f}  mm {r['mm_us']:7.2f}  {r['memory_gb_per_s'] or 0:6.0f} GB/s  {tile}",
         flush=True,
     )
@@ -322,16 +320,11 @@ def step_ms(model: str, num_rows: int, tuned: dict[Any, Any]) -> float:
 
 
 def measure_steps(models: set[str], tuned: dict[tuple[int, int], Any]) -> list[dict[str, Any]]:
-    early = {
-        shape: tuple((rows, tile and dataclasses.replace(tile, early=True)) for rows, tile in entries)
-        for shape, entries in tuned.items()
-    }
     library = dict.fromkeys(tuned, ())
     results = []
     for model in models & STEPS.keys():
         for num_rows in (1, 8, 16, 32, 64) if HAS_CUDA else (2,):
-            ways = {"tiles": tuned, "library": library} | ({"early": early} if num_rows <= 16 else {})
-            times = {name: step_ms(model, num_rows, way) for name, way in ways.items()}
+            times = {"tiles": step_ms(model, num_rows, tuned), "library": step_ms(model, num_rows, library)}
             print(
                 f"step {model:8} {num_rows:3} rows  " + "  ".join(f"{k} {v:.3f} ms" for k, v in times.items()),
                 flush=True,

@@ -32,7 +32,6 @@ class Tile:
     warps: int
     stages: int  # turns of the loop whose loads are in flight
     norm_apart: bool = False  # the norm is a launch of its own
-    early: bool = False  # may start while the kernel before it still runs, and fetch its weight (see `_start_early`)
 
 
 def _tile(rows: int, columns: int, depth: int, lanes: int, stages: int, norm_apart: bool = False) -> Tile:
@@ -44,6 +43,7 @@ def _tile(rows: int, columns: int, depth: int, lanes: int, stages: int, norm_apa
 # None is the library, which also takes all rows above the last. Shapes that are not listed: `guess_tile`.
 # From bench/tune_linear.py on an H200 (bench/results/tune-linear-h200.json); in comments us at 8 and 64 rows, norm, gate
 # and residual included, tile against library. All products of a step of SmolLM2-135M: 0.55 ms at 8 rows against 0.67.
+# Launching each while the one before runs, its weight fetched ahead (programmatic dependent launch): 0.81 ms against 0.57.
 TUNED: Mapping[tuple[int, int], tuple[tuple[int, Tile | None], ...]] = {
     # SmolLM2-135M: qkv 4.3 / 5.3, 5.0 / 5.4; o 2.8 / 3.6, 3.3 / 3.7; gate and up 6.1 / 7.4, 5.7 / 7.6; down 3.5 / 5.1,
     # 4.7 / 5.2; head 24 / 19, 23 / 22
@@ -84,7 +84,6 @@ TUNED: Mapping[tuple[int, int], tuple[tuple[int, Tile | None], ...]] = {
 _NUM_PROGRAMS = 132  # multiprocessors of an H100 or H200
 _STAGED_BYTES = 112 * 1024  # per program: two fit into the 227 KB of a multiprocessor
 _FEW_ROWS = 16
-_PREFETCHED_BYTES = 4096  # of each row of the weight; 64 KB for 16 rows
 
 
 @triton.jit
@@ -95,31 +94,10 @@ def _load(pointers, mask, MASKED: tl.constexpr):
         return tl.load(pointers)
 
 
-@triton.jit
-def _start_early(weight_rows, NUM_IN: tl.constexpr, PREFETCHED: tl.constexpr):
-    """Let the next kernel start, ask for this program's weights, then wait until all kernels before have ended.
-
-    A kernel that was launched early may only touch what never changes (the weight) before it waits, and every program
-    must wait, or a kernel after it could believe that the one before it has ended.
-    """
-    tl.extra.cuda.gdc_launch_dependents()
-    line: tl.constexpr = 128 // (weight_rows.dtype.element_ty.primitive_bitwidth // 8)
-    offsets = tl.minimum(tl.arange(0, PREFETCHED) * line, NUM_IN - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [(weight_rows[:, None] + offsets[None, :]).to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    tl.extra.cuda.gdc_wait()
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(
     x, weight, bias, norm, residual, out, num_rows, x_stride, out_stride, eps,
-    NUM_OUT: tl.constexpr, NUM_IN: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr, PREFETCHED: tl.constexpr,
+    NUM_OUT: tl.constexpr, NUM_IN: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): BLOCK_N rows of the weight (gate and up in turns if gated) for BLOCK_M rows of x."""
@@ -130,8 +108,6 @@ def _product(
     else:
         weight_ids = tl.minimum(columns, NUM_OUT - 1)
     weight_rows = weight + weight_ids.to(tl.int64) * NUM_IN
-    if EARLY:
-        _start_early(weight_rows, NUM_IN, PREFETCHED)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     x_rows = x + tl.minimum(rows, num_rows - 1).to(tl.int64) * x_stride
 
@@ -260,18 +236,11 @@ def tiled_linear(
         grid = (triton.cdiv(num_weight_rows, tile.columns), triton.cdiv(num_rows, tile.rows))
         _product[grid](
             x, weight, bias, norm, residual, out, num_rows, x.stride(0), out.stride(0), eps,
-            NUM_OUT=num_out, NUM_IN=num_in, GATED=gated, EARLY=tile.early,
-            PREFETCHED=_num_lines(num_in * weight.element_size()) if tile.early else 0,
+            NUM_OUT=num_out, NUM_IN=num_in, GATED=gated,
             BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, LANES=tile.lanes,
-            num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if tile.early else {}),
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out
-
-
-def _num_lines(row_bytes: int) -> int:
-    """Lines of 128 bytes to fetch of each row of a weight, as a power of two."""
-    lines: int = triton.next_power_of_2(triton.cdiv(min(row_bytes, _PREFETCHED_BYTES), 128))
-    return lines
 
 
 def _library(

@@ -91,31 +91,6 @@ def test_any_tile_computes_the_same(tile: Tile, dtype: torch.dtype, device: str)
     assert_near(tiled_linear(x, weight, None, tile, **options), exact(x, weight, **options))
 
 
-@pytest.mark.gpu
-def test_an_early_start_computes_the_same() -> None:
-    """Products that feed each other, each launched while the one before it runs."""
-    tile = Tile(rows=16, columns=16, depth=32, lanes=4, warps=4, stages=4, early=True)
-    size, weights = 576, [draw(576, 576, dtype=torch.bfloat16, device="cuda", seed=n) for n in range(8)]
-    norm = torch.ones(size, dtype=torch.bfloat16, device="cuda")
-    x = draw(4, size, dtype=torch.bfloat16, device="cuda")
-
-    def chain(tile: Tile) -> Tensor:
-        y, stream = x, x.clone()
-        for weight in weights * 20:
-            y = tiled_linear(y, weight, None, tile, norm=norm, eps=EPS)
-            tiled_linear(y, weight, None, tile, residual=stream)
-        return torch.cat((y, stream))
-
-    plain = chain(Tile(rows=16, columns=16, depth=32, lanes=4, warps=4, stages=4))
-    assert all(torch.equal(chain(tile), plain) for _ in range(5))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chain(tile)
-    for _ in range(5):
-        graph.replay()
-        assert torch.equal(captured, plain)
-
-
 def test_rows_of_wider_matrices(dtype: torch.dtype, device: str) -> None:
     """Views of rows are read and written, and what lies between them is left alone, whatever it holds."""
     wide = torch.full((5, 100), torch.nan, dtype=dtype, device=device)
