@@ -340,7 +340,7 @@ class Engine:
         if draft is None:
             return self.backend.place(dataclasses.replace(decision, widths_np=np.zeros_like(plan.caps_np), budget=None))
         with self._span(plan.step, "rank", "device"):
-            return self.backend.rank(plan, drafted.loaded, decision, draft.signal, self.policy.calibration_np)
+            return self.backend.rank(plan, decision, draft.signal, self.policy.calibration_np)
 
     def _span(self, step: int, name: str, kind: Kind) -> AbstractContextManager[None]:
         return self.recorder.span(step, name, kind)

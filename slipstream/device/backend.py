@@ -44,9 +44,7 @@ class Backend(Protocol):
     def place(self, decision: Decision) -> Tensor:
         """Widths [B] that the host chose arrive."""
 
-    def rank(
-        self, plan: StepPlan, loaded: PlanOnDevice, decision: Decision, signal: Tensor, calibration_np: Floats
-    ) -> Tensor:
+    def rank(self, plan: StepPlan, decision: Decision, signal: Tensor, calibration_np: Floats) -> Tensor:
         """Stage `rank`: widths [B] by this step's survival, from signal [D, d]; the host chose their sum."""
 
     def layout(self, loaded: PlanOnDevice, widths: Tensor, shape: VerifyShape) -> Batch:
@@ -109,14 +107,13 @@ class TorchBackend:
         assert decision.widths_np is not None
         return self._uploader.upload({"widths": decision.widths_np.astype(np.int64)})["widths"]
 
-    def rank(
-        self, plan: StepPlan, loaded: PlanOnDevice, decision: Decision, signal: Tensor, calibration_np: Floats
-    ) -> Tensor:
-        moved = self._uploader.upload({"caps": decision.caps_np.astype(np.int64), "calibration": calibration_np})
+    def rank(self, plan: StepPlan, decision: Decision, signal: Tensor, calibration_np: Floats) -> Tensor:
         assert decision.budget is not None
         count = plan.num_decode
-        sampled = self.state.temperature[loaded.slots[:count]] > 0
-        survival = fresh_survival(signal, moved["calibration"], sampled)
+        moved = self._uploader.upload({
+            "caps": decision.caps_np.astype(np.int64), "calibration": calibration_np, "sampled": plan.sampled_np[:count]
+        })  # fmt: skip
+        survival = fresh_survival(signal, moved["calibration"], moved["sampled"])
         widths = torch.zeros_like(moved["caps"])
         widths[:count] = rank(survival, moved["caps"][:count], decision.budget)
         return widths

@@ -133,15 +133,14 @@ class TritonBackend:
         self._decision.post({"widths": decision.widths_np}, {"widths": 0})
         return self._decision.received["widths"]
 
-    def rank(
-        self, plan: StepPlan, loaded: PlanOnDevice, decision: Decision, signal: Tensor, calibration_np: Floats
-    ) -> Tensor:
+    def rank(self, plan: StepPlan, decision: Decision, signal: Tensor, calibration_np: Floats) -> Tensor:
+        """The signal is where `hold` left it: a captured stage has no argument."""
         assert decision.budget is not None
         self._decision.post(
             {"caps": decision.caps_np, "budget": np.array([decision.budget]), "calibration": calibration_np},
             {"caps": 0},
         )
-        shape = DraftShape(self.buckets.pad_sequences(plan.num_sequences), signal.shape[1], 0)
+        shape = DraftShape(self.buckets.pad_sequences(plan.num_sequences), plan.draft_length, 0)
         replay = self.replay("rank", shape)
         if replay is None:
             return self.rank_stage(shape)
@@ -149,7 +148,7 @@ class TritonBackend:
         return self._decision.received["widths"]
 
     def rank_stage(self, shape: DraftShape) -> Tensor:
-        """Signals are where `hold` left them; what stands in the rows of sequences with cap 0 does not matter."""
+        """What stands in the rows of sequences with cap 0 does not matter."""
         moved, count = self._decision.received, shape.num_sequences
         signal = self.buffers.signal_of(count, shape.draft_length)
         rank.rank(
