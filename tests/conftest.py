@@ -5,8 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, whose own functions look at it too
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Idle threads of torch spin, which slows a real model down where other work shares the cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -15,16 +18,12 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Tiny models are fastest on one thread, far so on a busy machine, and sums do not depend on the machine."""
-    import torch
-
     torch.set_num_threads(1)
 
 
 @pytest.fixture
 def all_threads() -> Iterator[None]:
     """For tests that run a real model."""
-    import torch
-
     torch.set_num_threads(os.cpu_count() or 1)
     yield
     torch.set_num_threads(1)

@@ -5,7 +5,6 @@ one it is part of `make test`. The interpreter cannot multiply bf16 matrices, so
 """
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,6 @@ import torch
 FOLDER = Path(__file__).parent
 HAS_CUDA = torch.cuda.is_available()
 DTYPES = (torch.float32, torch.bfloat16) if HAS_CUDA else (torch.float32,)
-
-if not HAS_CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # before the first import of triton, whose own functions look at it too
 
 if importlib.util.find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
