@@ -21,6 +21,7 @@ from torch import Tensor
 from slipstream.kernels.accept import accept_coupled
 from slipstream.kernels.draft import confidence, draft_chain, draft_workspace
 from slipstream.kernels.reject import accept_rejection
+from slipstream.plan import NUM_VERDICT_COLUMNS
 
 DEVICE = "cuda"
 DTYPE = torch.bfloat16
@@ -95,7 +96,7 @@ def accept(shape: Shape, count: int, width: int, temperature: float, is_rejectio
         "emits": torch.ones(count, dtype=torch.bool, device=DEVICE),
         "drafts": torch.zeros(count, NUM_DRAFTS, dtype=torch.int64, device=DEVICE),
         "num_given": torch.ones(count, dtype=torch.int64, device=DEVICE),
-        "result": torch.zeros(count, NUM_DRAFTS + 4, dtype=torch.int32, device=DEVICE),
+        "result": torch.zeros(count, NUM_VERDICT_COLUMNS + NUM_DRAFTS + 1, dtype=torch.int32, device=DEVICE),
         **slots(count, temperature),
     }
     if is_rejection:

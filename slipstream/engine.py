@@ -235,7 +235,7 @@ class Engine:
             return
         with self._span(drafted.plan.step, "settle", "device"):
             teaches = drafted.loaded.teaches[:count] & ~verdict.invalid[:count]
-            self.drafter.settle(draft, verdict.result[:count, 0].long(), verdict.num_accepted[:count], teaches)
+            self.drafter.settle(draft, verdict.widths[:count], verdict.num_accepted[:count], teaches)
 
     def _run(self, stage: str, shape: DraftShape | VerifyShape, function: Callable[[], Any], step: int) -> Any:
         """A stage as it is, or its replay where it was captured at this shape."""
@@ -262,13 +262,7 @@ class Engine:
         plan = flight.drafted.plan
         with self._span(plan.step, "collect", "wait"):
             result_np = flight.result.wait()
-        result = StepResult(
-            step=plan.step,
-            widths_np=result_np[:, 0].copy(),
-            num_accepted_np=result_np[:, 1].copy(),
-            token_ids_np=result_np[:, 3:].copy(),
-            invalid_np=result_np[:, 2] > 0,
-        )
+        result = StepResult.of(plan.step, result_np)
         with self._span(plan.step, "commit", "host"):
             self.policy.learn(plan, result)
             self.policy.timed(plan, flight.decision, flight.device_ms)

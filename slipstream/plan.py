@@ -15,6 +15,11 @@ Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
+# A verdict, as the device hands it on and sends it up, is a matrix [B, NUM_VERDICT_COLUMNS + W + 1] int32: these columns,
+# then the target's tokens y_0 .. y_W, valid up to number n = accepted.
+NUM_VERDICT_COLUMNS = 3
+WIDTH, NUM_ACCEPTED, IS_INVALID = range(NUM_VERDICT_COLUMNS)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Admission:
@@ -104,3 +109,14 @@ class StepResult:
     num_accepted_np: Int32s  # [B] n, drafts only
     token_ids_np: Int32s  # [B, W + 1] the target's tokens y_0..y_n of emitting sequences; all else is undefined
     invalid_np: Bools  # [B] the target's logits were not finite
+
+    @classmethod
+    def of(cls, step: int, verdict_np: Int32s) -> "StepResult":
+        """From a verdict whose memory is written again later."""
+        return cls(
+            step=step,
+            widths_np=verdict_np[:, WIDTH].copy(),
+            num_accepted_np=verdict_np[:, NUM_ACCEPTED].copy(),
+            token_ids_np=verdict_np[:, NUM_VERDICT_COLUMNS:].copy(),
+            invalid_np=verdict_np[:, IS_INVALID] > 0,
+        )

@@ -21,7 +21,7 @@ from slipstream.device.state import PlanOnDevice, SlotState, apply_verdict, load
 from slipstream.ops.attention import Segment
 from slipstream.ops.rank import rank
 from slipstream.ops.survival import fresh_survival
-from slipstream.plan import Decision, StepPlan
+from slipstream.plan import NUM_ACCEPTED, NUM_VERDICT_COLUMNS, Decision, StepPlan
 
 Floats: TypeAlias = NDArray[np.float32]
 
@@ -54,7 +54,7 @@ class Backend(Protocol):
         """Stage `fill`: token ids [R], the drafts [D, d] in their rows."""
 
     def apply(self, loaded: PlanOnDevice, result: Tensor) -> None:
-        """Stage `apply`: the verdict's result [B, 3 + W + 1] moves slot state on."""
+        """Stage `apply`: the verdict's result [B, NUM_VERDICT_COLUMNS + W + 1] moves slot state on."""
 
     def hold(self, drafts: Tensor, signal: Tensor) -> None:
         """Keep the drafts [D, d] and their confidences where captured stages look for them."""
@@ -126,7 +126,7 @@ class TorchBackend:
         return batch.token_ids if drafts is None else fill(batch, drafts)
 
     def apply(self, loaded: PlanOnDevice, result: Tensor) -> None:
-        apply_verdict(self.state, loaded, result[:, 1].long(), result[:, 3:])
+        apply_verdict(self.state, loaded, result[:, NUM_ACCEPTED].long(), result[:, NUM_VERDICT_COLUMNS:])
 
 
 def _segments(plan: StepPlan, decision: Decision) -> tuple[Segment, ...]:

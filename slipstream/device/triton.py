@@ -21,7 +21,7 @@ from slipstream.device.staging import Exporter, Mailbox, Uploader
 from slipstream.device.state import PlanOnDevice, SlotState
 from slipstream.kernels import accept, batch, rank
 from slipstream.kernels.attention import Tiles, choose_splits
-from slipstream.plan import Decision, StepPlan
+from slipstream.plan import NUM_VERDICT_COLUMNS, Decision, StepPlan
 
 PREFILL_BLOCK_Q = 16  # query rows of an attention tile where somebody prefills
 
@@ -41,14 +41,15 @@ class StepBuffers:
     drafts: Tensor  # [N, S] int64, target ids
     previous: Tensor  # [N, S] int64, the token before each draft
     signal: Tensor  # [N * S] fp32; a draft of length d has its confidences in the first D * d, as [D, d]
-    result: Tensor  # [N, S + 4] int32, see `Verdict`
+    result: Tensor  # [N, NUM_VERDICT_COLUMNS + S + 1] int32, see `Verdict`
 
     @classmethod
     def make(cls, num_slots: int, num_drafts: int, device: torch.device) -> "StepBuffers":
         width = max(num_drafts, 1)
         ids = torch.zeros(2, num_slots, width, dtype=torch.int64, device=device)
         signal = torch.zeros(num_slots * width, dtype=torch.float32, device=device)
-        return cls(ids[0], ids[1], signal, torch.zeros(num_slots, num_drafts + 4, dtype=torch.int32, device=device))
+        result = torch.zeros(num_slots, NUM_VERDICT_COLUMNS + num_drafts + 1, dtype=torch.int32, device=device)
+        return cls(ids[0], ids[1], signal, result)
 
     def signal_of(self, num_sequences: int, draft_length: int) -> Tensor:
         return self.signal[: num_sequences * draft_length].view(num_sequences, draft_length)

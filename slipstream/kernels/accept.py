@@ -14,9 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream import plan
 from slipstream.kernels.noise import gumbel_run
+from slipstream.plan import NUM_VERDICT_COLUMNS
 
-NUM_HEADER_COLUMNS = 3  # of `result`: width, num_accepted, invalid; the emitted tokens follow
+# Columns of `result`, as kernels know them.
+WIDTH, NUM_ACCEPTED, IS_INVALID = (tl.constexpr(c) for c in (plan.WIDTH, plan.NUM_ACCEPTED, plan.IS_INVALID))
+TOKENS = tl.constexpr(NUM_VERDICT_COLUMNS)
 _INF = tl.constexpr(float("inf"))
 
 
@@ -25,7 +29,7 @@ def accept_coupled(
     widths: Tensor, emits: Tensor, drafts: Tensor, slots: Tensor, num_given: Tensor, context: Tensor,
     temperature: Tensor, seed: Tensor, result: Tensor, is_filtered: bool = False,
 ) -> None:  # fmt: skip
-    """Fill `result` [B, S + 4] int32: width, num_accepted n, invalid (0 or 1), then y_0 .. y_S, valid up to y_n.
+    """Fill `result`, a verdict [B, NUM_VERDICT_COLUMNS + S + 1] int32 (see `plan`).
 
     logits [O, V'] bf16 or fp32 of which the columns below num_token_ids count; output_sequence (-1: skip) and
     output_offset [O], cu_outputs [B + 1], widths, slots, num_given [B] int64, emits [B] bool; drafts [B or more, S]
@@ -33,7 +37,7 @@ def accept_coupled(
     is_filtered: the logits come from `ops.sample.filter_logits`, that is, are divided by the temperature already.
     Invalid: a row that a token was taken from holds NaN or +inf, or nothing but -inf.
     """
-    num_outputs, num_drafts = logits.shape[0], result.shape[1] - NUM_HEADER_COLUMNS - 1
+    num_outputs, num_drafts = logits.shape[0], result.shape[1] - NUM_VERDICT_COLUMNS - 1
     assert drafts.shape[1] >= num_drafts, (drafts.shape, result.shape)
     peaks, scores, ids = row_best(
         logits, num_token_ids, output_sequence=output_sequence, output_offset=output_offset, slots=slots,
@@ -77,10 +81,10 @@ def apply(
 ) -> None:
     """`device.state.apply_verdict` in one launch: context += given + n, the emitted tokens become known.
 
-    result [B, S + 4] int32 of `accept_coupled`; slots, num_given [B] int64; emits [B] bool; context [N + 1] int64;
+    result as `accept_coupled` fills it; slots, num_given [B] int64; emits [B] bool; context [N + 1] int64;
     token_ids [N + 1, L + 1] int32. Padding sequences share the scratch slot, which they leave as it is.
     """
-    num_drafts = result.shape[1] - NUM_HEADER_COLUMNS - 1
+    num_drafts = result.shape[1] - NUM_VERDICT_COLUMNS - 1
     _apply[(len(slots),)](
         result, result.stride(0), num_drafts, slots, num_given, emits, context, token_ids, token_ids.stride(0),
         PLACES=triton.next_power_of_2(num_drafts + 1),
@@ -155,10 +159,10 @@ def _verdict(
     num_accepted = tl.min(tl.where(is_draft & (draft == emitted), PLACES, place), axis=0)
     is_bad = is_row & (place <= num_accepted) & ~(tl.abs(top) < _INF)
     out = result + sequence * result_stride
-    tl.store(out, width.to(tl.int32))
-    tl.store(out + 1, num_accepted)
-    tl.store(out + 2, tl.max(is_bad.to(tl.int32), axis=0))
-    tl.store(out + 3 + place, emitted, mask=place <= num_drafts)
+    tl.store(out + WIDTH, width.to(tl.int32))
+    tl.store(out + NUM_ACCEPTED, num_accepted)
+    tl.store(out + IS_INVALID, tl.max(is_bad.to(tl.int32), axis=0))
+    tl.store(out + TOKENS + place, emitted, mask=place <= num_drafts)
 
 
 @triton.jit(do_not_specialize=["result_stride", "num_drafts"])
@@ -169,8 +173,8 @@ def _apply(
     sequence = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PLACES)
     out = result + sequence * result_stride
-    num_accepted = tl.load(out + 1)
-    emitted = tl.load(out + 3 + place, mask=place <= num_drafts, other=0)
+    num_accepted = tl.load(out + NUM_ACCEPTED)
+    emitted = tl.load(out + TOKENS + place, mask=place <= num_drafts, other=0)
     slot = tl.load(slots + sequence)
     start = tl.load(context + slot) + tl.load(num_given + sequence)  # position of y_0
     wanted = (place <= num_accepted) & (tl.load(emits + sequence) != 0)

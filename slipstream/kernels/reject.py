@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.accept import NUM_HEADER_COLUMNS, tile_size
+from slipstream.kernels.accept import IS_INVALID, NUM_ACCEPTED, TOKENS, WIDTH, tile_size
 from slipstream.kernels.noise import uniform
 from slipstream.ops.noise import Purpose
+from slipstream.plan import NUM_VERDICT_COLUMNS
 
 _ACCEPT, _RESIDUAL = tl.constexpr(int(Purpose.ACCEPT)), tl.constexpr(int(Purpose.RESIDUAL))
 _INF = tl.constexpr(float("inf"))
@@ -32,7 +33,7 @@ def accept_rejection(
     within the widths only, so D may be smaller than B.
     """
     device, num_sequences, num_outputs = logits.device, len(widths), logits.shape[0]
-    num_drafts = result.shape[1] - NUM_HEADER_COLUMNS - 1
+    num_drafts = result.shape[1] - NUM_VERDICT_COLUMNS - 1
     assert logits.stride(1) == 1 and drafts.shape[1] >= num_drafts, (logits.stride(), drafts.shape, result.shape)
     prob_strides = (0, 0)
     if draft_prob is not None:
@@ -141,10 +142,10 @@ def _judge(
 
     is_bad = is_row & (place <= num_accepted) & ~(tl.abs(top) < _INF)
     out = result + sequence * result_stride
-    tl.store(out, width.to(tl.int32))
-    tl.store(out + 1, num_accepted)
-    tl.store(out + 2, tl.max(is_bad.to(tl.int32), axis=0))
-    tl.store(out + 3 + place, draft.to(tl.int32), mask=place <= num_drafts)
+    tl.store(out + WIDTH, width.to(tl.int32))
+    tl.store(out + NUM_ACCEPTED, num_accepted)
+    tl.store(out + IS_INVALID, tl.max(is_bad.to(tl.int32), axis=0))
+    tl.store(out + TOKENS + place, draft.to(tl.int32), mask=place <= num_drafts)
     is_last = place == num_accepted
     tl.store(stopped + sequence * 2 + place * 0, top, mask=is_last)
     tl.store(stopped + sequence * 2 + 1 + place * 0, mass, mask=is_last)
@@ -184,7 +185,7 @@ def _sum_tiles(
     tile, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     heat = tl.load(temperature + tl.load(slots + sequence))
     if (heat > 0) & (tl.load(emits + sequence) != 0):
-        num_accepted = tl.load(result + sequence * result_stride + 1).to(tl.int64)
+        num_accepted = tl.load(result + sequence * result_stride + NUM_ACCEPTED).to(tl.int64)
         p, residual = _stopped_row(
             tile, sequence, logits, row_stride, num_token_ids, num_outputs, cu_outputs, widths, drafts, drafts_stride,
             draft_prob, prob_stride, prob_place_stride, heat, num_accepted, stopped, IS_FILTERED, IS_CERTAIN, BLOCK,
@@ -206,7 +207,7 @@ def _draw_following(
     slot = tl.load(slots + sequence)
     heat, is_emitting = tl.load(temperature + slot), tl.load(emits + sequence)
     out = result + sequence * result_stride
-    num_accepted = tl.load(out + 1).to(tl.int64)
+    num_accepted = tl.load(out + NUM_ACCEPTED).to(tl.int64)
     # Greedy: p is one-hot, so whatever is left of it after q is its argmax.
     following = tl.load(best + sequence)
     if (heat > 0) & (is_emitting != 0):
@@ -233,4 +234,4 @@ def _draw_following(
         # Rounding may leave the point behind the tile's last token; the tile's likeliest one stands in.
         _, heaviest = tl.max(inner, axis=0, return_indices=True)
         following = tl.minimum(chosen * BLOCK + tl.where(first < BLOCK, first, heaviest), num_token_ids - 1)
-    tl.store(out + 3 + num_accepted, following)
+    tl.store(out + TOKENS + num_accepted, following)

@@ -18,28 +18,32 @@ from slipstream.device.state import PlanOnDevice, SlotState
 from slipstream.ops.noise import CounterSource, RandomSource, gumbel
 from slipstream.ops.reject import count_accepted_coupled, draft_sample, reject
 from slipstream.ops.sample import coupled_targets, filter_logits, invalid_rows, probabilities
-from slipstream.plan import StepPlan
+from slipstream.plan import IS_INVALID, NUM_ACCEPTED, WIDTH, StepPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdict:
     """One matrix, so that one copy takes it to the host."""
 
-    result: Tensor  # [B, 3 + W + 1] int32: width, accepted drafts n, invalid (0 or 1), token ids, valid up to number n
+    result: Tensor  # [B, NUM_VERDICT_COLUMNS + W + 1] int32, see `plan`
 
     @classmethod
     def of(cls, widths: Tensor, num_accepted: Tensor, invalid: Tensor, emitted: Tensor) -> "Verdict":
         """[B], [B] drafts only, [B] bool: a row of the target was not finite, [B, W + 1]."""
-        heads = torch.stack([widths, num_accepted, invalid], dim=1)
+        heads = torch.stack([widths, num_accepted, invalid], dim=1)  # WIDTH, NUM_ACCEPTED, IS_INVALID
         return cls(torch.cat([heads, emitted], dim=1).to(torch.int32))
 
     @property
+    def widths(self) -> Tensor:
+        return self.result[:, WIDTH].long()
+
+    @property
     def num_accepted(self) -> Tensor:
-        return self.result[:, 1].long()
+        return self.result[:, NUM_ACCEPTED].long()
 
     @property
     def invalid(self) -> Tensor:
-        return self.result[:, 2] > 0
+        return self.result[:, IS_INVALID] > 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
