@@ -10,8 +10,8 @@ from typing import Any
 from bench.gpu_parts.goals import Goal, Report, at_least, at_most, ratio, reported
 from bench.gpu_parts.scale import Scale, chosen
 from bench.gpu_parts.session import PRUNING, Clock, Served, Session, row, serve, tokens
-from slipstream.lab.ceilings import ceilings, row_key
-from slipstream.lab.report import ceiling_line
+from slipstream.lab.ceilings import ceilings
+from slipstream.lab.report import ceiling_line, row_key
 from slipstream.rehearse import time_step
 
 # Output tok/s of vLLM 0.26 on an H200, prompt 128, output 128, measured for issue 4: concurrency -> figure.

@@ -12,7 +12,7 @@ from slipstream.errors import ConfigError
 from slipstream.lab import ceilings, machine
 from slipstream.lab.bench_options import BenchOptions, Case, label
 from slipstream.lab.measure import load, request_params, run_wave, sizes, warm_up
-from slipstream.lab.report import Settings, bench_row, ceiling_line
+from slipstream.lab.report import Settings, bench_row, ceiling_line, row_key
 from slipstream.lab.waves import Wave
 from slipstream.llm import LLM, Completion
 from slipstream.load import Models
@@ -92,12 +92,12 @@ def start(
 def step_times(llms: Sequence[LLM]) -> dict[str, float]:
     """The target's part of a step at 1 row and, with a drafter of 7 or more, at 8: to hold against the linear layers."""
     found = {}
-    for name, width in (("step_ms_1_row", 0), ("step_ms_8_rows", 7)):
+    for width in (0, 7):
         engine = next((llm.engine for llm in llms if llm.engine.scheduler.limits.max_drafts >= width), None)
         if engine is not None:
             context = min(STEP_CONTEXT, engine.scheduler.limits.max_model_len - width - 1)
             step = time_step(engine, num_sequences=1, width=width, context=context)
-            found[name] = step.verify_ms
+            found[f"step_ms_{row_key(1 + width)}"] = step.verify_ms
             if width:
                 found["draft_ms"] = step.draft_ms
     return found

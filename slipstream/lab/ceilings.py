@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.device.events import EventPool
+from slipstream.lab.report import row_key
 from slipstream.models.decoder import Decoder
 from slipstream.ops.linear import linear
 
@@ -46,10 +47,6 @@ def ceilings(target: Decoder, rows: Sequence[int] | None = None) -> dict[str, fl
         "linear_gb_per_s": num_bytes / 1e6 / (packed or plain)[rows[0]],
         "copy_gb_per_s": copy_gb_per_s(weights[0].device),
     }
-
-
-def row_key(rows: int) -> str:
-    return "1_row" if rows == 1 else f"{rows}_rows"
 
 
 def linear_weights(target: Decoder) -> list[Tensor]:

@@ -103,6 +103,11 @@ def rows_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     return table
 
 
+def row_key(rows: int) -> str:
+    """How times of so many rows are called: `linear_ms_` and this."""
+    return "1_row" if rows == 1 else f"{rows}_rows"
+
+
 def ceiling_line(ceilings: Mapping[str, float]) -> str:
     """What the weights allow, and what a step takes where one was timed."""
     rows = [int(name.split("_")[2]) for name in ceilings if name.startswith("linear_ms_")]
@@ -110,7 +115,7 @@ def ceiling_line(ceilings: Mapping[str, float]) -> str:
 
 
 def _ceiling_at(ceilings: Mapping[str, float], rows: int) -> str:
-    name = "1_row" if rows == 1 else f"{rows}_rows"
+    name = row_key(rows)
     alone, packed, step = (ceilings.get(f"{kind}_ms_{name}") for kind in ("linear", "prepacked", "step"))
     assert alone is not None
     text = f"{name.replace('_', ' ')}: linear layers {_ms(alone)}"
