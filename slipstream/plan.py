@@ -68,6 +68,10 @@ class StepPlan:
     def num_sequences(self) -> int:
         return len(self.slots_np)
 
+    def is_same_step(self, other: "StepPlan") -> bool:
+        """Whether it is the same plan, at whatever draft length: `replace` keeps the arrays."""
+        return self.step == other.step and self.slots_np is other.slots_np
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_given", int(self.num_given_np.sum()))
         object.__setattr__(self, "num_emitting", int(self.emits_np.sum()))

@@ -73,7 +73,7 @@ class ConfidenceStore:
     def _read(self, plan: StepPlan, steps_ago: int) -> Confidence:
         newest = self._newest
         if newest is not None:
-            if newest.is_of(plan) or newest.rows == _rows_of(plan):
+            if newest.plan.is_same_step(plan) or newest.rows == _rows_of(plan):
                 return newest.read(plan, steps_ago, self.num_drafts)
             self._write(newest)
             self._newest = None
@@ -134,10 +134,6 @@ class _Newest:
     plan: StepPlan
     signal_np: Floats  # [D, d]
     rows: bytes  # of its plan, see `_rows_of`
-
-    def is_of(self, plan: StepPlan) -> bool:
-        """Whether it is the same step's plan."""
-        return self.plan.step == plan.step and self.plan.slots_np is plan.slots_np
 
     def read(self, plan: StepPlan, steps_ago: int, num_drafts: int) -> Confidence:
         """What is known to a plan of the same rows."""

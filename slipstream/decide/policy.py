@@ -211,7 +211,7 @@ class Adaptive:
         probing step would verify S drafts of every sequence just where that does not pay.
         """
         expected, model = self._expected, self.survival
-        if expected is None or not expected.is_of(plan) or expected.version != model.version:
+        if expected is None or not expected.plan.is_same_step(plan) or expected.version != model.version:
             lagged, classes = self.store.lookup(plan), _classes(plan)
             survival = model.fresh(lagged.signal_np, classes)
             if np.add.reduce(lagged.lengths_np) != self.num_drafts * np.count_nonzero(lagged.known_np):
@@ -243,7 +243,7 @@ class Adaptive:
         if report.signal_np.size == 0:
             return
         expected, self._expected = self._expected, None
-        lagged = expected.confidence if expected and expected.is_of(plan) else self.store.lookup(plan)
+        lagged = expected.confidence if expected and expected.plan.is_same_step(plan) else self.store.lookup(plan)
         self.store.put(plan, report)
         self._lessons.see(Sighting(plan, report, lagged))
 
@@ -299,10 +299,6 @@ class _Expected:
     ) -> "_Expected":
         kv, given = plan.context_upper_bound_np.astype(np.int64), plan.num_given_np.astype(np.int64)
         return cls(plan, survival_np, unknown_np, confidence, version, kv, given, int(np.count_nonzero(plan.emits_np)))
-
-    def is_of(self, plan: StepPlan) -> bool:
-        """Whether it is the same step's plan, at whatever draft length."""
-        return self.plan.step == plan.step and self.plan.slots_np is plan.slots_np
 
     def rank(self, caps_np: Ints) -> Candidates:
         ranked = controller.rank_candidates(self.survival_np, caps_np)
