@@ -38,7 +38,7 @@ DEVICE = "cuda" if HAS_CUDA else "cpu"
 DTYPE = torch.bfloat16 if HAS_CUDA else torch.float32
 L2_BYTES = 200e6  # several times the cache
 MAX_LAYERS = 256
-FEW_ROWS = (  # (block_n, warps, stages) for up to 32 packed rows
+FEW_ROWS = (  # (chunk_n, warps, stages) for up to 32 packed rows
     (64, 4, 3), (64, 2, 3), (32, 2, 4), (32, 1, 4), (64, 4, 4), (128, 4, 2), (128, 8, 2), (128, 4, 3),
 )  # fmt: skip
 MANY_ROWS = ((64, 4, 3), (64, 4, 2), (64, 8, 3), (128, 8, 2), (32, 4, 3))
@@ -264,9 +264,9 @@ def time_graph(call: Callable[[int], Any], count: int) -> float:
 
 def launches(case: Case) -> Iterator[Launch]:
     cuts = FEW_ROWS if case.packed_rows <= 32 else MANY_ROWS
-    for block_n, num_warps, num_stages in cuts[:2] if not HAS_CUDA else cuts:
-        if num_stages * block_n * 2 * kernels._padded(case.head_dim) * 2 <= 220 * 1024:
-            yield Launch(block_n, num_warps, num_stages)
+    for chunk_n, num_warps, num_stages in cuts[:2] if not HAS_CUDA else cuts:
+        if num_stages * chunk_n * 2 * kernels._padded(case.head_dim) * 2 <= 220 * 1024:
+            yield Launch(chunk_n, num_warps, num_stages)
 
 
 class _Warmup:

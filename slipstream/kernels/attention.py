@@ -55,9 +55,9 @@ class Workspace:
 class Launch:
     """How a launch is cut; changes speed, never values beyond rounding."""
 
-    block_n: int  # keys that a program handles at a time
+    chunk_n: int  # keys that a program handles at a time
     num_warps: int
-    num_stages: int  # of the software pipeline: blocks of KV in flight, about
+    num_stages: int  # of the software pipeline: chunks of keys in flight, about
     min_split_tokens: int = 256  # no split is shorter; a power of two
 
 
@@ -132,7 +132,7 @@ def launch_options(
     return {
         "num_splits": tiles.num_splits, "min_split_log2": launch.min_split_tokens.bit_length() - 1,
         "GROUP": group, "HEAD_DIM": head_dim, "NUM_KV_HEADS": num_kv_heads, "PAGE_SIZE": page_size,
-        "ROWS": packed_rows, "DIM": padded_dim, "BLOCK_N": launch.block_n,
+        "ROWS": packed_rows, "DIM": padded_dim, "CHUNK_N": launch.chunk_n,
         "MERGED": _merged(packed_rows * padded_dim, launch),
         "num_warps": launch.num_warps, "num_stages": launch.num_stages,
     }  # fmt: skip
@@ -150,7 +150,7 @@ def _merged(size: int, launch: Launch) -> int:
 def choose_launch(packed_rows: int, head_dim: int, dtype: torch.dtype, pairs: int) -> Launch:
     """For `pairs` of a tile and a KV head, each with packed_rows (query heads x rows) queries.
 
-    Measured on an H200 (bench/attention.py), us by [block_n, warps, stages] and splits.
+    Measured on an H200 (bench/attention.py), us by [chunk_n, warps, stages] and splits.
     """
     shortest, wide = min_split_tokens(pairs), _padded(head_dim) > 64
     if dtype == torch.float32:  # no tensor cores, twice the bytes: for parity, not for speed
@@ -198,24 +198,24 @@ def _attention_kernel(
     out, q, key_pages, value_pages, records, page_table, partials, stats, arrivals,
     q_stride, out_stride, table_stride, table_columns, window, scale, num_splits, min_split_log2,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, MERGED: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, CHUNK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """`scale` includes log2(e): all exponentials are of base 2. What a load needs is worked out before anything else."""
     kv_head, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row_base, num_rows, slot, start = read_record(records, tile)
     end = start + num_rows
     begin = tl.maximum(start - window + 1, 0) if HAS_WINDOW else 0
-    first_block, num_blocks, share = cut(begin, end, num_splits, min_split_log2, BLOCK_N)
+    first_chunk, num_chunks, share = cut(begin, end, num_splits, min_split_log2, CHUNK_N)
     # Rounding up may leave the last ones without work. One way out for all, after all of the record is asked for.
-    if (num_rows == 0) | ((split > 0) & (split * share >= num_blocks)):
+    if (num_rows == 0) | ((split > 0) & (split * share >= num_chunks)):
         return
-    last_block = first_block + tl.minimum((split + 1) * share, num_blocks)
-    first_block += split * share
+    last_chunk = first_chunk + tl.minimum((split + 1) * share, num_chunks)
+    first_chunk += split * share
 
     table = page_table + slot.to(tl.int64) * table_stride
     # Nobody waits for page numbers beyond this split's.
-    table_columns = tl.minimum(table_columns, tl.cdiv(last_block * BLOCK_N, PAGE_SIZE))
-    pages = lookup(table, table_columns, first_block * BLOCK_N, tl.arange(0, BLOCK_N), PAGE_SIZE, BLOCK_N)
+    table_columns = tl.minimum(table_columns, tl.cdiv(last_chunk * CHUNK_N, PAGE_SIZE))
+    pages = lookup(table, table_columns, first_chunk * CHUNK_N, tl.arange(0, CHUNK_N), PAGE_SIZE, CHUNK_N)
     packed = tl.arange(0, ROWS)
     row, dim = packed // GROUP, tl.arange(0, DIM)
     kept_rows = row < num_rows
@@ -226,13 +226,13 @@ def _attention_kernel(
 
     acc, total, top = attend_pages(
         queries, position, position, key_pages, value_pages, kv_head, pages, table, table_columns,
-        begin, end, first_block, last_block, window, scale,
-        HEAD_DIM, NUM_KV_HEADS, PAGE_SIZE, ROWS, DIM, BLOCK_N, HAS_WINDOW,
+        begin, end, first_chunk, last_chunk, window, scale,
+        HEAD_DIM, NUM_KV_HEADS, PAGE_SIZE, ROWS, DIM, CHUNK_N, HAS_WINDOW,
     )  # fmt: skip
     out_at = out + ((row_base + row) * out_stride + head_at)[:, None] + dim[None, :]
     finish(
         out_at, acc, total, top, partials, stats, arrivals, tile * NUM_KV_HEADS + kv_head, split, num_splits,
-        num_blocks, share, dim, kept, kept_rows, ROWS, DIM, MERGED,
+        num_chunks, share, dim, kept, kept_rows, ROWS, DIM, MERGED,
     )  # fmt: skip
 
 
@@ -244,36 +244,36 @@ def read_record(records, tile):
 
 
 @triton.jit
-def cut(begin, end, num_splits, min_split_log2, BLOCK_N: tl.constexpr):
-    """Positions begin .. end - 1 in blocks: the first one, their number, and how many of them are a split's share."""
-    first_block = begin // BLOCK_N
-    num_blocks = tl.cdiv(end, BLOCK_N) - first_block
-    return first_block, num_blocks, _share(num_blocks, num_splits, min_split_log2, BLOCK_N)
+def cut(begin, end, num_splits, min_split_log2, CHUNK_N: tl.constexpr):
+    """Positions begin .. end - 1 in chunks: the first one, their number, and how many of them are a split's share."""
+    first_chunk = begin // CHUNK_N
+    num_chunks = tl.cdiv(end, CHUNK_N) - first_chunk
+    return first_chunk, num_chunks, _share(num_chunks, num_splits, min_split_log2, CHUNK_N)
 
 
 @triton.jit
 def attend_pages(
     queries, position, last, key_pages, value_pages, kv_head, pages, table, table_columns,
-    begin, end, first_block, last_block, window, scale,
+    begin, end, first_chunk, last_chunk, window, scale,
     HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, CHUNK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """A running softmax over blocks first_block .. last_block - 1 of what positions begin .. end - 1 keep in pages.
+    """A running softmax over chunks first_chunk .. last_chunk - 1 of what positions begin .. end - 1 keep in pages.
 
     Rows stand at `position` [ROWS, 1] and see no position beyond `last`, a number or [ROWS, 1]; `pages` are those of
-    the first block. Returns acc [ROWS, DIM], total and top [ROWS], as `fold` takes them.
+    the first chunk. Returns acc [ROWS, DIM], total and top [ROWS], as `fold` takes them.
     """
-    offset, dim = tl.arange(0, BLOCK_N), tl.arange(0, DIM)
+    offset, dim = tl.arange(0, CHUNK_N), tl.arange(0, DIM)
     acc = tl.zeros([ROWS, DIM], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    # Finite, so that a row which sees nothing of a block subtracts no infinities.
+    # Finite, so that a row which sees nothing of a chunk subtracts no infinities.
     top = tl.full([ROWS], -1e30, tl.float32)
-    for block in range(first_block, last_block):
-        at = block * BLOCK_N + offset
-        element = _elements(pages, block, offset, kv_head, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_N)
+    for chunk in range(first_chunk, last_chunk):
+        at = chunk * CHUNK_N + offset
+        element = _elements(pages, chunk, offset, kv_head, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, CHUNK_N)
         element = element[:, None] + dim[None, :]
-        # The next block's pages are looked up a block ahead: KV loads then wait for no other load.
-        pages = lookup(table, table_columns, (block + 1) * BLOCK_N, offset, PAGE_SIZE, BLOCK_N)
+        # The next chunk's pages are looked up a chunk ahead: KV loads then wait for no other load.
+        pages = lookup(table, table_columns, (chunk + 1) * CHUNK_N, offset, PAGE_SIZE, CHUNK_N)
         there = (at >= begin) & (at < end) if HAS_WINDOW else at < end
         inside = there[:, None] & (dim < HEAD_DIM)[None, :]
         keys = tl.load(key_pages + element, mask=inside, other=0.0)
@@ -287,11 +287,11 @@ def attend_pages(
 
 @triton.jit
 def finish(
-    out_at, acc, total, top, partials, stats, arrivals, pair, split, num_splits, num_blocks, share,
+    out_at, acc, total, top, partials, stats, arrivals, pair, split, num_splits, num_chunks, share,
     dim, kept, kept_rows, ROWS: tl.constexpr, DIM: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Rows of a split to `out_at`, by the last split to arrive where several share the keys of a pair."""
-    if share >= num_blocks:  # nobody shares the keys
+    if share >= num_chunks:  # nobody shares the keys
         tl.store(out_at, acc * (1 / total)[:, None], mask=kept)
     else:
         # Of the first split's rows in the workspace.
@@ -299,7 +299,7 @@ def finish(
         _publish(partials, stats, place + split * ROWS, dim, kept, kept_rows, acc, total, top, DIM)
         # Every thread's stores, the barrier, one thread's release: whoever acquires this count sees them all.
         tl.debug_barrier()
-        num_used = tl.cdiv(num_blocks, share)
+        num_used = tl.cdiv(num_chunks, share)
         if tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu") == num_used - 1:
             tl.store(arrivals + pair, 0)  # all have arrived: ready for the next launch
             acc, total = _merge(partials, stats, place, dim, kept, kept_rows, num_used, ROWS, DIM, MERGED)
@@ -307,27 +307,27 @@ def finish(
 
 
 @triton.jit
-def _share(num_blocks, num_splits, min_split_log2, BLOCK_N: tl.constexpr):
-    """Blocks of each split: as many splits as are worth their merge, in equal shares."""
-    num_tokens = num_blocks * BLOCK_N
+def _share(num_chunks, num_splits, min_split_log2, CHUNK_N: tl.constexpr):
+    """Chunks of each split: as many splits as are worth their merge, in equal shares."""
+    num_tokens = num_chunks * CHUNK_N
     num_used = tl.minimum(num_tokens >> min_split_log2, _FIRST_SPLITS + num_tokens // _FURTHER_TOKENS)
     num_used = tl.maximum(tl.minimum(num_used, num_splits), 1)
-    # Rounded up. A division of integers takes three times as long, and all loads wait for this one; half a block is
+    # Rounded up. A division of integers takes three times as long, and all loads wait for this one; half a chunk is
     # far more than a float errs by.
-    return tl.maximum(((num_blocks + num_used - 0.5) / num_used).to(tl.int32), 1)
+    return tl.maximum(((num_chunks + num_used - 0.5) / num_used).to(tl.int32), 1)
 
 
 @triton.jit
-def lookup(table, columns, first, offset, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page numbers of positions first .. first + BLOCK_N - 1, int32; the null page beyond the table.
+def lookup(table, columns, first, offset, PAGE_SIZE: tl.constexpr, CHUNK_N: tl.constexpr):
+    """Page numbers of positions first .. first + CHUNK_N - 1, int32; the null page beyond the table.
 
     Numbers are loaded one by one where that is possible: a vector of them would pass through shared memory.
     """
-    if PAGE_SIZE % BLOCK_N == 0:
+    if PAGE_SIZE % CHUNK_N == 0:
         pages = _page(table, columns, first // PAGE_SIZE) + tl.zeros_like(offset)
-    elif BLOCK_N % PAGE_SIZE == 0 and BLOCK_N <= 8 * PAGE_SIZE:
+    elif CHUNK_N % PAGE_SIZE == 0 and CHUNK_N <= 8 * PAGE_SIZE:
         pages = tl.zeros_like(offset)
-        for i in tl.static_range(BLOCK_N // PAGE_SIZE):
+        for i in tl.static_range(CHUNK_N // PAGE_SIZE):
             pages = tl.where(offset // PAGE_SIZE == i, _page(table, columns, first // PAGE_SIZE + i), pages)
     else:
         pages = _page(table, columns, (first + offset) // PAGE_SIZE)
@@ -341,21 +341,21 @@ def _page(table, columns, column):
 
 @triton.jit
 def _elements(
-    pages, block, offset, kv_head, PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    pages, chunk, offset, kv_head, PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    CHUNK_N: tl.constexpr,
 ):  # fmt: skip
-    """Where a block's keys begin in their pool, int64: it may hold more than 2^31 elements, a page holds few."""
-    if BLOCK_N % PAGE_SIZE == 0:  # the same in every block
+    """Where a chunk's keys begin in their pool, int64: it may hold more than 2^31 elements, a page holds few."""
+    if CHUNK_N % PAGE_SIZE == 0:  # the same in every chunk
         within = offset % PAGE_SIZE
     else:
-        within = (block * BLOCK_N + offset) % PAGE_SIZE
+        within = (chunk * CHUNK_N + offset) % PAGE_SIZE
     page_elements: tl.constexpr = PAGE_SIZE * NUM_KV_HEADS * HEAD_DIM
     return pages.to(tl.int64) * page_elements + (within * NUM_KV_HEADS + kv_head) * HEAD_DIM
 
 
 @triton.jit
 def fold(queries, keys, values, seen, scale, acc, total, top):
-    """Take a block of keys into the running softmax: acc [ROWS, DIM], total and top [ROWS], all fp32."""
+    """Take a chunk of keys into the running softmax: acc [ROWS, DIM], total and top [ROWS], all fp32."""
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
     scores = tl.where(seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))

@@ -99,7 +99,7 @@ def _own_rows_kernel(
     partials, stats, arrivals,
     row_stride, out_stride, table_stride, table_columns, max_position, window, scale, eps, num_splits, min_split_log2,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, DIM: tl.constexpr, OWN_N: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, OWN_N: tl.constexpr, CHUNK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
     NORMS: tl.constexpr, STORES: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """As `_attention_kernel`, over the pages before the tile's rows; the last split also takes the rows themselves.
@@ -109,17 +109,17 @@ def _own_rows_kernel(
     kv_head, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row_base, num_rows, slot, start = read_record(records, tile)
     begin = tl.maximum(start - window + 1, 0) if HAS_WINDOW else 0
-    first_block, num_blocks, share = cut(begin, start, num_splits, min_split_log2, BLOCK_N)
-    if (num_rows == 0) | ((split > 0) & (split * share >= num_blocks)):
+    first_chunk, num_chunks, share = cut(begin, start, num_splits, min_split_log2, CHUNK_N)
+    if (num_rows == 0) | ((split > 0) & (split * share >= num_chunks)):
         return
-    last_block = first_block + tl.minimum((split + 1) * share, num_blocks)
-    first_block += split * share
-    is_last_split = (split + 1) * share >= num_blocks
+    last_chunk = first_chunk + tl.minimum((split + 1) * share, num_chunks)
+    first_chunk += split * share
+    is_last_split = (split + 1) * share >= num_chunks
 
     # All that is asked for before the loop is asked for at once, what is needed last too.
     table = page_table + slot.to(tl.int64) * table_stride
-    table_columns = tl.minimum(table_columns, tl.cdiv(last_block * BLOCK_N, PAGE_SIZE))
-    pages = lookup(table, table_columns, first_block * BLOCK_N, tl.arange(0, BLOCK_N), PAGE_SIZE, BLOCK_N)
+    table_columns = tl.minimum(table_columns, tl.cdiv(last_chunk * CHUNK_N, PAGE_SIZE))
+    pages = lookup(table, table_columns, first_chunk * CHUNK_N, tl.arange(0, CHUNK_N), PAGE_SIZE, CHUNK_N)
     packed, own, dim = tl.arange(0, ROWS), tl.arange(0, OWN_N), tl.arange(0, DIM)
     row = packed // GROUP
     kept_rows, own_rows = row < num_rows, own < tl.where(is_last_split, num_rows, 0)
@@ -151,8 +151,8 @@ def _own_rows_kernel(
     position = (start + row)[:, None]
     acc, total, top = attend_pages(
         queries, position, start - 1, key_pages, value_pages, kv_head, pages, table, table_columns,
-        begin, start, first_block, last_block, window, scale,
-        HEAD_DIM, NUM_KV_HEADS, PAGE_SIZE, ROWS, DIM, BLOCK_N, HAS_WINDOW,
+        begin, start, first_chunk, last_chunk, window, scale,
+        HEAD_DIM, NUM_KV_HEADS, PAGE_SIZE, ROWS, DIM, CHUNK_N, HAS_WINDOW,
     )  # fmt: skip
     if is_last_split:
         seen = own_rows[None, :]
@@ -169,7 +169,7 @@ def _own_rows_kernel(
     out_at = out + ((row_base + row) * out_stride + head_at)[:, None] + dim[None, :]
     finish(
         out_at, acc, total, top, partials, stats, arrivals, tile * NUM_KV_HEADS + kv_head, split, num_splits,
-        num_blocks, share, dim, kept, kept_rows, ROWS, DIM, MERGED,
+        num_chunks, share, dim, kept, kept_rows, ROWS, DIM, MERGED,
     )  # fmt: skip
 
 

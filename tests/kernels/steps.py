@@ -9,7 +9,7 @@ from torch import Tensor
 from slipstream.kernels.attention import Launch, Tiles, Workspace, attention_workspace
 
 NAN = float("nan")
-TINY_LAUNCH = Launch(block_n=16, num_warps=2, num_stages=2, min_split_tokens=16)
+TINY_LAUNCH = Launch(chunk_n=16, num_warps=2, num_stages=2, min_split_tokens=16)
 
 
 @dataclasses.dataclass(frozen=True)

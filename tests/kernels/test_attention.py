@@ -72,7 +72,7 @@ def test_mixed_rows(dtype: torch.dtype, device: str, block_q: int, num_splits: i
     "shape",
     [
         Shape(num_kv_heads=1, group=1, head_dim=16, page_size=16),
-        Shape(num_kv_heads=3, group=3, head_dim=64, page_size=64),  # SmolLM2's; a page holds several blocks
+        Shape(num_kv_heads=3, group=3, head_dim=64, page_size=64),  # SmolLM2's; a page holds several chunks
         Shape(num_kv_heads=2, group=2, head_dim=80, page_size=7),  # a page size that divides nothing
         Shape(num_kv_heads=2, group=4, head_dim=128, page_size=8),
         Shape(num_kv_heads=1, group=8, head_dim=64, page_size=1),
@@ -131,12 +131,12 @@ def test_splits_follow_load_and_length() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_launches_suit_the_kernel(dtype: torch.dtype) -> None:
-    """The shortest split is a whole number of blocks, or the reverse; everything staged fits a multiprocessor."""
+    """The shortest split is a whole number of chunks, or the reverse; everything staged fits a multiprocessor."""
     for packed, head_dim, pairs in itertools.product((16, 32, 64, 128), (16, 64, 80, 128), (1, 24, 96, 384, 4096)):
         launch = choose_launch(packed, head_dim, dtype, pairs)
-        assert launch.min_split_tokens.bit_count() == launch.block_n.bit_count() == 1
+        assert launch.min_split_tokens.bit_count() == launch.chunk_n.bit_count() == 1
         padded = 1 << (head_dim - 1).bit_length()
-        assert 2 * launch.num_stages * launch.block_n * padded * dtype.itemsize <= 200 * 1024
+        assert 2 * launch.num_stages * launch.chunk_n * padded * dtype.itemsize <= 200 * 1024
 
 
 def test_every_launch_fits_the_usual_workspace() -> None:

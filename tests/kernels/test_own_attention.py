@@ -94,7 +94,7 @@ def test_one_row_each(dtype: torch.dtype, device: str) -> None:
     "shape",
     [
         Shape(num_kv_heads=1, group=1, head_dim=16, page_size=16),
-        Shape(num_kv_heads=3, group=3, head_dim=64, page_size=64),  # SmolLM2's; a page holds several blocks
+        Shape(num_kv_heads=3, group=3, head_dim=64, page_size=64),  # SmolLM2's; a page holds several chunks
         Shape(num_kv_heads=2, group=2, head_dim=80, page_size=7),  # half a head is no power of two
         Shape(num_kv_heads=2, group=4, head_dim=128, page_size=8),
         Shape(num_kv_heads=1, group=8, head_dim=8, page_size=1),
