@@ -43,6 +43,8 @@ class Ingredients:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Parts:
+    """What a backend supplies: the device half of an engine, beside scheduler and policy."""
+
     target: TargetForward
     drafter: Drafter | None
     backend: Backend

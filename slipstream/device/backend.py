@@ -64,6 +64,8 @@ class Backend(Protocol):
 
 
 class TorchBackend:
+    """Every stage at the step's exact sizes, on any device: what other backends are compared with."""
+
     captures = False
     row_buckets: tuple[int, ...] = ()
 

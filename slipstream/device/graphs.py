@@ -25,6 +25,8 @@ class Captured:
 
 
 class Graphs:
+    """Captured stages by key, all of one memory pool; filled before the first request, never emptied."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()

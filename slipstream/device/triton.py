@@ -19,7 +19,8 @@ from slipstream.device.graphs import Graphs
 from slipstream.device.shapes import Buckets, DraftShape, VerifyShape
 from slipstream.device.staging import Exporter, Mailbox, Uploader
 from slipstream.device.state import PlanOnDevice, SlotState
-from slipstream.kernels import accept, batch, rank
+from slipstream.kernels import accept, rank
+from slipstream.kernels import batch as batch_kernels
 from slipstream.kernels.attention import Tiles, choose_splits
 from slipstream.plan import NUM_VERDICT_COLUMNS, Decision, StepPlan
 
@@ -28,6 +29,8 @@ PREFILL_BLOCK_Q = 16  # query rows of an attention tile where somebody prefills
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TiledBatch(Batch):
+    """What fused attention and acceptance go by; every field is the leading part of a buffer of its own."""
+
     slots: Tensor  # [B]
     emits: Tensor  # [B] bool
     draft_index: Tensor  # [R] where each draft row finds its token, -1 for all others
@@ -56,6 +59,11 @@ class StepBuffers:
 
 
 class TritonBackend:
+    """Stages by kernels over buffers at fixed addresses, replayed where their padded shape was captured.
+
+    Without `graphs` nothing is captured and every stage is launched as it is: so it runs in Triton's interpreter.
+    """
+
     def __init__(
         self, state: SlotState, *, page_size: int, num_kv_heads: int, buckets: Buckets, max_rows: int, num_drafts: int,
         pads_drafts: bool, graphs: Graphs | None,
@@ -73,7 +81,7 @@ class TritonBackend:
         self._num_drafts = num_drafts
         self.pads_drafts = pads_drafts
         max_outputs = num_slots * (num_drafts + 1)
-        self._rows = batch.make_rows(
+        self._rows = batch_kernels.make_rows(
             num_sequences=num_slots, num_rows=max_rows, num_outputs=max_outputs, num_tiles=max_rows, device=device
         )
         self._uploader = Uploader(device)
@@ -98,7 +106,7 @@ class TritonBackend:
         writes = plan.page_writes_np
         if len(writes) > self._most_writes:  # of a step in which many begin
             moved = self._uploader.upload({"writes": writes.astype(np.int64)})
-            batch.write_pages(self.state.page_table, moved["writes"])
+            batch_kernels.write_pages(self.state.page_table, moved["writes"])
             writes = writes[:0]
         arrays = {"slots": plan.slots_np, "num_given": plan.num_given_np, "emits": plan.emits_np,
                   "teaches": plan.teaches_np, "writes": writes}  # fmt: skip
@@ -109,7 +117,7 @@ class TritonBackend:
 
     def load_stage(self) -> None:
         """Pages that arrived with the plan enter page tables; a slot below 0 is padding."""
-        batch.write_pages(self.state.page_table, self._plan.received["writes"])
+        batch_kernels.write_pages(self.state.page_table, self._plan.received["writes"])
 
     def _admit(self, plan: StepPlan) -> None:
         new = plan.admissions
@@ -124,9 +132,10 @@ class TritonBackend:
             "seed": np.array([a.seed for a in new], np.int64),
         })  # fmt: skip
         state = self.state
-        batch.admit(
-            batch.Admissions(**moved), token_ids=state.token_ids, context=state.context, page_table=state.page_table,
-            temperature=state.temperature, top_k=state.top_k, top_p=state.top_p, seed=state.seed,
+        batch_kernels.admit(
+            batch_kernels.Admissions(**moved), token_ids=state.token_ids, context=state.context,
+            page_table=state.page_table, temperature=state.temperature, top_k=state.top_k, top_p=state.top_p,
+            seed=state.seed,
         )  # fmt: skip
 
     def place(self, decision: Decision) -> Tensor:
@@ -204,10 +213,10 @@ class TritonBackend:
         ):  # fmt: skip
             rows[name] = getattr(whole, name)[:size]
         slots, num_given, emits = (x[:count] for x in (loaded.slots, loaded.num_given, loaded.emits))
-        batch.layout(
+        batch_kernels.layout(
             slots, num_given, emits, widths[:count], context=self.state.context, page_table=self.state.page_table,
             token_ids=self.state.token_ids, page_size=self._page_size, block_q=tiles.block_q,
-            draft_stride=self.buffers.drafts.shape[1], out=batch.Rows(**rows, tiles=tiles.records),
+            draft_stride=self.buffers.drafts.shape[1], out=batch_kernels.Rows(**rows, tiles=tiles.records),
         )  # fmt: skip
         return TiledBatch(
             widths=widths[:count], num_given=num_given, slots=slots, emits=emits, tiles=tiles, **rows
@@ -219,15 +228,15 @@ class TritonBackend:
             block_q, count = triton.next_power_of_2(self._num_drafts + 1), shape.num_sequences
         else:
             block_q = PREFILL_BLOCK_Q
-            count = batch.max_tiles(shape.num_sequences, shape.num_rows, block_q)
+            count = batch_kernels.max_tiles(shape.num_sequences, shape.num_rows, block_q)
         splits = choose_splits(count, self._num_kv_heads, self.state.max_len)
         return Tiles(self._rows.tiles[:count], block_q, splits)
 
-    def fill(self, batch_: Batch, drafts: Tensor | None) -> Tensor:
+    def fill(self, batch: Batch, drafts: Tensor | None) -> Tensor:
         """Drafts are where `hold` left them: a captured stage has no argument."""
-        assert isinstance(batch_, TiledBatch)
-        batch.fill(batch_.token_ids, batch_.draft_index, self.buffers.drafts)
-        return batch_.token_ids
+        assert isinstance(batch, TiledBatch)
+        batch_kernels.fill(batch.token_ids, batch.draft_index, self.buffers.drafts)
+        return batch.token_ids
 
     def apply(self, loaded: PlanOnDevice, result: Tensor) -> None:
         count = len(result)
