@@ -1,22 +1,20 @@
 """The controller: from survivals to widths or a budget.
 
 Pure: numpy in, integers out; no clock, no device, no randomness, no memory of earlier steps. It does not know where a
-survival comes from or how old it is; `policy` prepares a `Problem`, and a `DecisionRecord` keeps one as a JSON line
-that `replay` decides again. Survivals must be clean (within [0, 1], not rising along a row): `survival` sees to that.
+survival comes from or how old it is; `policy` prepares a `Problem`, and `record` decides it and keeps what was decided.
+Survivals must be clean (within [0, 1], not rising along a row): `survival` sees to that.
 
 Every rule maximises (B + A) / (draft + cost): tokens per millisecond, B sequences that emit one token anyway, A the sum
 of the survivals of the drafts that are verified. Letters in shapes: B sequences of the step, S draft positions.
 """
 
-import json
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, get_args
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.decide.cost import LinearCost, StepCost, TableCost, step_cost_from_dict
-from slipstream.errors import ConfigError
+from slipstream.decide.cost import LinearCost, StepCost, TableCost
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
@@ -54,7 +52,7 @@ class Problem:
 
 
 def decide_widths(problem: Problem, order: "Candidates | None" = None) -> Ints:
-    """[B] width per sequence, for every rule but `budget`. `order`: see `decide`."""
+    """[B] width per sequence, for every rule but `budget`. `order`: see `record.decide`."""
     if problem.rule == "greedy":
         return _greedy(problem)
     base = _full_width_of_unknown(problem)
@@ -422,91 +420,6 @@ def _in_order(
         if np.array_equal(rises, taken):
             return grid
         taken = rises
-
-
-# ------------------------------------------------------------------------------------------------------------- records
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DecisionRecord:
-    """A decision with all its inputs. As JSON it is one line, and floats survive the way there and back."""
-
-    step: int
-    problem: Problem
-    widths_np: Ints | None  # [B]; exactly one of widths and budget is set
-    budget: int | None
-
-    def to_json(self) -> str:
-        p = self.problem
-        return json.dumps(
-            {
-                "step": self.step,
-                "rule": p.rule,
-                "survival": p.survival_np.tolist(),
-                "unknown": p.unknown_np.tolist(),
-                "caps": p.caps_np.tolist(),
-                "kv": p.kv_np.tolist(),
-                "given": p.given_np.tolist(),
-                "num_emitting": p.num_emitting,
-                "cost": p.cost.to_dict(),
-                "draft_ms": p.draft_ms,
-                "min_gain": p.min_gain,
-                "widths": None if self.widths_np is None else self.widths_np.tolist(),
-                "budget": self.budget,
-            }
-        )
-
-    @classmethod
-    def from_json(cls, line: str) -> "DecisionRecord":
-        try:
-            fields = json.loads(line)
-            problem = _problem_from(fields)
-            widths = fields["widths"]
-            return cls(
-                step=int(fields["step"]),
-                problem=problem,
-                widths_np=None if widths is None else np.asarray(widths, dtype=np.int64),
-                budget=fields["budget"],
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"decision record: {type(error).__name__}: {error}; expected a line of a decision log"
-            ) from error
-
-
-def _problem_from(fields: dict[str, Any]) -> Problem:
-    rule = fields["rule"]
-    if rule not in get_args(Rule):
-        raise ValueError(f"rule is {rule!r}")
-    caps = np.asarray(fields["caps"], dtype=np.int64)
-    return Problem(
-        rule=rule,
-        survival_np=np.asarray(fields["survival"], dtype=np.float64).reshape(len(caps), -1),
-        unknown_np=np.asarray(fields["unknown"], dtype=np.bool_),
-        caps_np=caps,
-        kv_np=np.asarray(fields["kv"], dtype=np.int64),
-        given_np=np.asarray(fields["given"], dtype=np.int64),
-        num_emitting=int(fields["num_emitting"]),
-        cost=step_cost_from_dict(fields["cost"], "cost"),
-        draft_ms=float(fields["draft_ms"]),
-        min_gain=float(fields["min_gain"]),
-    )
-
-
-def decide(step: int, problem: Problem, order: Candidates | None = None) -> DecisionRecord:
-    """The decision for `problem`, with its inputs kept.
-
-    `order` saves the sorting, if the caller has it: rank_candidates(problem.survival_np, problem.caps_np).
-    """
-    if problem.rule == "budget":
-        return DecisionRecord(step=step, problem=problem, widths_np=None, budget=decide_budget(problem, order))
-    return DecisionRecord(step=step, problem=problem, widths_np=decide_widths(problem, order), budget=None)
-
-
-def replay(record: DecisionRecord, cost: StepCost | None = None) -> DecisionRecord:
-    """The same problem decided again; with `cost`, what another machine would have decided."""
-    problem = record.problem if cost is None else replace(record.problem, cost=cost)
-    return decide(record.step, problem)
 
 
 def rule_for(cost: StepCost, *, budget: bool, causal: bool) -> Rule:

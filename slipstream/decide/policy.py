@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.config import Signal, SpeculativeConfig
-from slipstream.decide import controller
+from slipstream.decide import controller, record
 from slipstream.decide.confidence import Confidence, ConfidenceStore
-from slipstream.decide.controller import Candidates, DecisionRecord, Problem
+from slipstream.decide.controller import Candidates, Problem
 from slipstream.decide.cost import CostModel, TableCost
 from slipstream.decide.lessons import Lessons, Sighting
 from slipstream.decide.pace import DraftLengths, Timing
+from slipstream.decide.record import DecisionRecord
 from slipstream.decide.survival import Calibration, SurvivalModel
 from slipstream.errors import ConfigError
 from slipstream.plan import Decision, DraftReport, StepPlan, StepResult
@@ -181,7 +182,7 @@ class Adaptive:
         step_cost = self.cost.step
         causal = self._causal and fresh and plan.any_sampled
         rule = controller.rule_for(step_cost, budget=self._budget, causal=causal)
-        record = controller.decide(
+        decided = record.decide(
             plan.step,
             Problem(
                 rule=rule,
@@ -198,10 +199,10 @@ class Adaptive:
             None if rule == "greedy" else expected.ranked_within(caps, plan.draft_length),
         )
         if self._on_record:
-            self._on_record(record)
-        if record.widths_np is not None:
-            return _widths(record.widths_np, caps=caps)
-        return Decision(widths_np=None, budget=record.budget, caps_np=caps.astype(np.int32))
+            self._on_record(decided)
+        if decided.widths_np is not None:
+            return _widths(decided.widths_np, caps=caps)
+        return Decision(widths_np=None, budget=decided.budget, caps_np=caps.astype(np.int32))
 
     def _expect(self, plan: StepPlan) -> "_Expected":
         """What the last step says of this one, the prior where it says nothing.

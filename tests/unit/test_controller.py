@@ -11,15 +11,13 @@ from hypothesis import strategies as st
 from slipstream.decide import controller
 from slipstream.decide.controller import (
     MIN_MS,
-    DecisionRecord,
     Problem,
-    decide,
     decide_budget,
     decide_widths,
-    replay,
     widths_of_largest,
 )
 from slipstream.decide.cost import LinearCost, TableCost
+from slipstream.decide.record import DecisionRecord, decide, replay
 from slipstream.decide.survival import clean
 from slipstream.errors import ConfigError
 
