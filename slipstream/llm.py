@@ -13,6 +13,7 @@ import os
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,22 +148,16 @@ class LLM:
             self.engine.drain()
 
     def _run(self, requests: list[Request]) -> None:
-        # A full collection walks over everything that was ever imported, for longer than a hundred steps take. What is
-        # there already is left out until the answers are, unless the caller sees to that.
-        frozen = gc.get_freeze_count() > 0
-        if not frozen:
-            gc.freeze()
         try:
-            for request in requests:
-                self.engine.add(request)
-            while not all(request.is_finished for request in requests):
-                self.engine.step()
+            with _former_objects_left_alone():
+                for request in requests:
+                    self.engine.add(request)
+                while not all(request.is_finished for request in requests):
+                    self.engine.step()
         finally:
             for request in requests:
                 self.engine.abort(request.uid)  # only what an interruption left behind
             self.engine.drain()
-            if not frozen:
-                gc.unfreeze()
 
     def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
         return self.tokenizer.encode(self.tokenizer.chat(messages))
@@ -201,6 +196,22 @@ class LLM:
             ),
             error=request.error,
         )  # fmt: skip
+
+
+@contextmanager
+def _former_objects_left_alone() -> Iterator[None]:
+    """Garbage collection without what is there already, unless the caller sees to that.
+
+    A full collection walks over everything that was ever imported, for longer than a hundred steps take.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _listed(params: object) -> list[SamplingParams | None]:

@@ -51,7 +51,9 @@ def time_step(
 def _made_up_requests(engine: Engine, count: int, context: int, draft_length: int) -> Iterator[StepPlan]:
     """A plan in which slots 0..count-1 decode at `context`; their pages are taken for the duration."""
     assert not engine.has_work, "a rehearsal needs an idle engine"
-    pages = engine.scheduler.pages
+    pages, most = engine.scheduler.pages, engine.scheduler.limits.max_model_len
+    if context + 1 + draft_length > most:
+        raise CapacityError(f"a step at context {context} with {draft_length} drafts goes beyond max_model_len {most}")
     per_sequence = pages.pages_for(context + 1 + draft_length)
     if per_sequence * count > pages.num_free:
         raise CapacityError(f"a step of {count} sequences at context {context} needs {per_sequence * count} KV pages")

@@ -23,7 +23,7 @@ from slipstream.models.weights import empty_decoder
 def random_decoder(spec: DecoderSpec, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Decoder:
     """A target of this shape, frozen and in evaluation mode. Raises CapacityError where it does not fit in memory."""
     if torch.device(device).type == "cpu":
-        _check_memory(num_values(spec) * dtype.itemsize)
+        _check_memory("target", num_values(spec) * dtype.itemsize)
     decoder = empty_decoder(spec, dtype, device)
     draw(decoder, seed)
     return decoder
@@ -32,9 +32,12 @@ def random_decoder(spec: DecoderSpec, dtype: torch.dtype, device: torch.device |
 def random_drafter(spec: DrafterSpec, target: Decoder, seed: int = 1) -> BlockDrafter:
     """A drafter of this shape beside its target, in the target's dtype and on its device; frozen, ready to serve.
 
-    A reduced vocabulary is spread evenly over the target's.
+    A reduced vocabulary is spread evenly over the target's. Raises CapacityError where it does not fit in memory.
     """
     table = target.embed_tokens.weight
+    if table.device.type == "cpu":
+        shapes = BlockDrafter(spec, table.dtype, "meta").parameters()
+        _check_memory("drafter", sum(parameter.nbytes for parameter in shapes))
     drafter = BlockDrafter(spec, table.dtype, table.device)
     draw(drafter, seed)
     if spec.draft_vocab_size is not None:
@@ -56,11 +59,11 @@ def draw(network: nn.Module, seed: int) -> None:
             parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)
 
 
-def _check_memory(num_bytes: int) -> None:
+def _check_memory(whose: str, num_bytes: int) -> None:
     """Linux promises memory that it does not have, and ends the process that uses it."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if num_bytes > installed:
         raise CapacityError(
-            f"the target's weights take {num_bytes / 1e9:.1f} GB and this machine has {installed / 1e9:.1f} GB; "
+            f"the {whose}'s weights take {num_bytes / 1e9:.1f} GB and this machine has {installed / 1e9:.1f} GB; "
             "choose a smaller shape"
         )

@@ -1,5 +1,6 @@
 """`LLM` as users call it: order, bad input, streams beside each other, seeds, and errors that leave nothing behind."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -141,7 +142,7 @@ def test_what_loaded_models_cannot_follow_is_refused():
 def test_a_backend_that_cannot_run_here_is_refused(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    with pytest.raises(ConfigError, match=r"backend is 'triton' without a GPU.*TRITON_INTERPRET=1"):
+    with pytest.raises(ConfigError, match="backend is 'triton', which needs a GPU; use backend auto"):
         LLM(models_with(), backend="triton")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"'triton', which is not installed: pip install triton"):
@@ -412,7 +413,47 @@ def test_an_exception_ends_the_streams_beside_it(mode, overlap):
     assert_nothing_left(llm.engine)
 
 
-@LOOPS
+def test_what_was_frozen_for_a_call_is_thawed_whatever_happens():
+    """Objects stay out of garbage collections for as long as requests are answered, unless the caller froze them."""
+    llm = make_llm("static", models=models_with("dspark"), num_drafts=3)
+    seen, step = [], llm.engine.step
+
+    def watched():
+        seen.append(gc.get_freeze_count())
+        return step()
+
+    llm.engine.step = watched
+    llm.generate([[3, 4]], SamplingParams(max_tokens=4))
+    assert min(seen) > 0
+    assert gc.get_freeze_count() == 0
+
+    def fails():
+        raise ValueError("a step")
+
+    llm.engine.step = fails
+    with pytest.raises(ValueError, match="a step"):
+        llm.generate([[3, 4]], SamplingParams(max_tokens=4))
+    assert gc.get_freeze_count() == 0
+    llm.engine.step = step
+    gc.freeze()
+    try:
+        llm.generate([[3, 4]], SamplingParams(max_tokens=4))
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize("max_model_len", [2, 4, 9])
+def test_a_cost_model_is_measured_within_a_short_context(max_model_len):
+    """At start, with 7 drafts: steps that would go beyond the context are not timed."""
+    speculative = SpeculativeConfig.for_mode("lag", draft_model="tiny", num_speculative_tokens=7)
+    llm = LLM(tiny_models("dspark"), speculative=speculative, max_model_len=max_model_len, max_num_seqs=2, page_size=1)
+    assert llm.engine.policy.cost is not None
+    llm.generate([[3]], SamplingParams(max_tokens=5))
+    assert_nothing_left(llm.engine)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
 def test_an_interrupt_leaves_nothing(overlap):
     llm = llm_for("lag", overlap=overlap)
     verify = llm.engine.target.verify

@@ -25,7 +25,7 @@ from slipstream.models.shapes import (
 )
 from slipstream.models.spec import DecoderSpec
 from slipstream.models.synthetic import _byte_spellings, synthetic_tokenizer
-from slipstream.testing import tiny_spec
+from slipstream.testing import tiny_drafter_spec, tiny_spec
 
 # Values of the published checkpoints, as their model cards and safetensors headers say.
 PUBLISHED = {
@@ -192,8 +192,12 @@ def test_a_random_drafter_shares_the_tables_and_spreads_a_reduced_vocabulary() -
 
 def test_weights_that_no_machine_holds_are_refused() -> None:
     spec = tiny_spec(hidden_size=2**20, intermediate_size=2**22, num_hidden_layers=4000, head_dim=64)
-    with pytest.raises(CapacityError, match="GB"):
+    with pytest.raises(CapacityError, match=r"target's weights take .* GB"):
         random_decoder(spec, torch.bfloat16)
+    target = random_decoder(tiny_spec(), torch.float32)
+    drafter = tiny_drafter_spec(target.spec, hidden_size=2**20, intermediate_size=2**22, num_hidden_layers=4000)
+    with pytest.raises(CapacityError, match=r"drafter's weights take .* GB"):
+        random_drafter(drafter, target)
 
 
 # ---- tokenizer
