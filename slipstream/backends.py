@@ -149,10 +149,9 @@ def _slot_state(sizes: Sizes, device: torch.device) -> SlotState:
 
 
 def _workspace(spec: DecoderSpec | DrafterSpec, given: Ingredients) -> "Workspace":
-    from slipstream.device.triton import PREFILL_BLOCK_Q
+    from slipstream.device.triton import PREFILL_BLOCK_Q, decode_block_q
     from slipstream.kernels.attention import attention_workspace
 
-    most_rows = 1 << given.sizes.num_drafts.bit_length()  # of a decoding sequence, to a power of two
-    return attention_workspace(
-        spec.num_heads, spec.num_kv_heads, spec.head_dim, max(PREFILL_BLOCK_Q, 2 * most_rows), given.models.device
-    )
+    # A drafter's block is a tile too, of as many rows as drafts, or (fill-in) one more: no more than verification has.
+    most_rows = max(PREFILL_BLOCK_Q, decode_block_q(given.sizes.num_drafts))
+    return attention_workspace(spec.num_heads, spec.num_kv_heads, spec.head_dim, most_rows, given.models.device)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
 from slipstream.device.backend import Floats
@@ -25,6 +24,11 @@ from slipstream.kernels.attention import Tiles, choose_splits
 from slipstream.plan import NUM_VERDICT_COLUMNS, Decision, StepPlan
 
 PREFILL_BLOCK_Q = 16  # query rows of an attention tile where somebody prefills
+
+
+def decode_block_q(num_drafts: int) -> int:
+    """Query rows of a decoding sequence's tile, a power of two: room for its given row and all drafts."""
+    return 1 << num_drafts.bit_length()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,7 +229,7 @@ class TritonBackend:
     def _tiles(self, shape: VerifyShape) -> Tiles:
         """Decoding sequences have one tile each, with room for the most rows that one may have."""
         if shape.decode_only:
-            block_q, count = triton.next_power_of_2(self._num_drafts + 1), shape.num_sequences
+            block_q, count = decode_block_q(self._num_drafts), shape.num_sequences
         else:
             block_q = PREFILL_BLOCK_Q
             count = batch_kernels.max_tiles(shape.num_sequences, shape.num_rows, block_q)
