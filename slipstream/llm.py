@@ -7,13 +7,11 @@
 LLMs may share the loaded weights (`Models`); each has its own engine.
 """
 
-import gc
 import logging
 import os
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,11 +147,10 @@ class LLM:
 
     def _run(self, requests: list[Request]) -> None:
         try:
-            with _former_objects_left_alone():
-                for request in requests:
-                    self.engine.add(request)
-                while not all(request.is_finished for request in requests):
-                    self.engine.step()
+            for request in requests:
+                self.engine.add(request)
+            while not all(request.is_finished for request in requests):
+                self.engine.step()
         finally:
             for request in requests:
                 self.engine.abort(request.uid)  # only what an interruption left behind
@@ -196,22 +193,6 @@ class LLM:
             ),
             error=request.error,
         )  # fmt: skip
-
-
-@contextmanager
-def _former_objects_left_alone() -> Iterator[None]:
-    """Garbage collection without what is there already, unless the caller sees to that.
-
-    A full collection walks over everything that was ever imported, for longer than a hundred steps take.
-    """
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _listed(params: object) -> list[SamplingParams | None]:

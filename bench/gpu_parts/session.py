@@ -21,6 +21,7 @@ from slipstream.decide.survival import find_calibration
 from slipstream.device.events import NullRecorder
 from slipstream.lab.bench_options import Case
 from slipstream.lab.critical_path import critical_path, host_us, stage_ms
+from slipstream.lab.measure import former_objects_left_alone
 from slipstream.lab.report import Settings, bench_row
 from slipstream.lab.waves import Answer, Wave, ttft_in_turn_ms
 from slipstream.llm import Completion
@@ -151,9 +152,10 @@ def serve(llm: LLM, prompts: Sequence[Ids], params: SamplingParams, concurrency:
     before, completions, wall_s = llm.engine.num_decode_steps, [], 0.0
     size = len(prompts) if concurrency >= llm.engine.scheduler.limits.max_num_seqs else concurrency
     for first in range(0, len(prompts), size):
-        begin = time.perf_counter()
-        completions += llm.generate(list(prompts[first : first + size]), params)
-        wall_s += time.perf_counter() - begin
+        with former_objects_left_alone():
+            begin = time.perf_counter()
+            completions += llm.generate(list(prompts[first : first + size]), params)
+            wall_s += time.perf_counter() - begin
     first_token_ms = ttft_in_turn_ms([c.timing for c in completions], concurrency)
     answers = tuple(
         Answer(token_ids=c.token_ids, spec=c.spec, ttft_ms=ttft, tpot_ms=c.timing.tpot_ms)

@@ -3,8 +3,10 @@
 What `bench`, `evaluate` and `traces` share. Knows no case and no table; what a wave says is counted in `waves`.
 """
 
+import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +59,23 @@ def token_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     return list(prompt) if isinstance(prompt, tuple) else tokenizer.encode(tokenizer.chat(prompt))
 
 
+@contextmanager
+def former_objects_left_alone() -> Iterator[None]:
+    """Timing without full garbage collections of all that was there before, unless the caller sees to that.
+
+    They walk over everything that was ever imported, for longer than a hundred steps of a small model take.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def request_params(sampling: SamplingParams, count: int) -> list[SamplingParams]:
     """The same for all, but each request with a seed of its own, equal in every mode and wave."""
     seed = sampling.seed or 0
@@ -69,7 +88,8 @@ def run_wave(
     """All requests once, at most `max_num_seqs` at a time."""
     recorder = llm.record() if probe else None  # a new one, empty
     steps_before = llm.engine.num_decode_steps
-    completions = answer(llm, prompts, params)
+    with former_objects_left_alone():
+        completions = answer(llm, prompts, params)
     wall_s = time.perf_counter() - min(c.timing.submitted_s for c in completions)  # texts are made by now
     first_token_ms = ttft_in_turn_ms([c.timing for c in completions], llm.engine.scheduler.limits.max_num_seqs)
     answers = tuple(

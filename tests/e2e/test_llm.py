@@ -1,6 +1,5 @@
 """`LLM` as users call it: order, bad input, streams beside each other, seeds, and errors that leave nothing behind."""
 
-import gc
 from dataclasses import replace
 
 import pytest
@@ -411,36 +410,6 @@ def test_an_exception_ends_the_streams_beside_it(mode, overlap):
     assert_nothing_left(llm.engine)
     assert ids(llm.generate(PROMPTS, greedy(20))) == plain_20()
     assert_nothing_left(llm.engine)
-
-
-def test_what_was_frozen_for_a_call_is_thawed_whatever_happens():
-    """Objects stay out of garbage collections for as long as requests are answered, unless the caller froze them."""
-    llm = make_llm("static", models=models_with("dspark"), num_drafts=3)
-    seen, step = [], llm.engine.step
-
-    def watched():
-        seen.append(gc.get_freeze_count())
-        return step()
-
-    llm.engine.step = watched
-    llm.generate([[3, 4]], SamplingParams(max_tokens=4))
-    assert min(seen) > 0
-    assert gc.get_freeze_count() == 0
-
-    def fails():
-        raise ValueError("a step")
-
-    llm.engine.step = fails
-    with pytest.raises(ValueError, match="a step"):
-        llm.generate([[3, 4]], SamplingParams(max_tokens=4))
-    assert gc.get_freeze_count() == 0
-    llm.engine.step = step
-    gc.freeze()
-    try:
-        llm.generate([[3, 4]], SamplingParams(max_tokens=4))
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
 
 
 @pytest.mark.parametrize("max_model_len", [2, 4, 9])
