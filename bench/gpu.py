@@ -56,6 +56,9 @@ PHASES = {
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    if not (options.tiny or torch.cuda.is_available()):
+        print("there is no GPU here; --tiny shows on a CPU that every phase runs", file=sys.stderr)
+        return 2
     console = Console(highlight=False, width=max(110, Console().width))
     scale = tiny() if options.tiny else full(options.small, options.large)
     report = run(options, scale, lambda line: console.print(line, style="dim", soft_wrap=True, markup=False))

@@ -15,6 +15,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without a device `make test-gpu` says so, test by test."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Tiny models are fastest on one thread, far so on a busy machine, and sums do not depend on the machine."""

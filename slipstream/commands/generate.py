@@ -69,7 +69,7 @@ def generate(
 
 def _summary(spec: "SpecCounters", tok_per_s: float | None) -> str:
     """One line about a finished answer."""
-    parts = [f"mode {spec.mode}", f"{spec.emitted} tokens in {spec.steps} steps"]
+    parts = [f"mode {spec.mode}", f"{spec.emitted} tokens in {spec.steps} decode steps"]
     if spec.verified:
         parts.append(f"{spec.accepted} of {spec.verified} verified drafts accepted ({spec.drafted} drafted)")
     if tok_per_s is not None:

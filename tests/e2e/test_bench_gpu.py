@@ -160,3 +160,9 @@ def test_what_hangs_is_left_behind() -> None:
         hf.within(0.05, lambda: time.sleep(0.3))
     with pytest.raises(ZeroDivisionError):
         hf.within(5.0, lambda: 1 / 0)
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert gpu.main([]) == 2
+    assert "--tiny" in capsys.readouterr().err
