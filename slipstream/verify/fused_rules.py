@@ -4,7 +4,9 @@ Coupled acceptance goes by device values and shapes alone, so it can be captured
 the draft was drawn from, which are new tensors in every step, and is launched as it is. Filters (top-k, top-p) are torch's.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -66,17 +68,7 @@ class FusedCoupledStep:
     def judge(
         self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_prob: Tensor | None, shape: VerifyShape
     ) -> Verdict:
-        assert isinstance(batch, TiledBatch)
-        result, state = self.buffers.result[: shape.num_sequences], self.state
-        if shape.filtered:
-            logits = _filtered(state, batch, logits)
-        accept_coupled(
-            logits, self.vocab_size, output_sequence=batch.output_sequence, output_offset=batch.output_offset,
-            cu_outputs=batch.cu_outputs, widths=batch.widths, emits=batch.emits, drafts=self.buffers.drafts,
-            slots=batch.slots, num_given=batch.num_given, context=state.context, temperature=state.temperature,
-            seed=state.seed, result=result, is_filtered=shape.filtered,
-        )  # fmt: skip
-        return Verdict(result)
+        return _judge(accept_coupled, batch, logits, self.vocab_size, self.state, self.buffers, shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +96,25 @@ class FusedRejectionStep(RejectionStep):
     def judge(
         self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_prob: Tensor | None, shape: VerifyShape
     ) -> Verdict:
-        assert isinstance(batch, TiledBatch)
-        result, state = self.buffers.result[: shape.num_sequences], self.state
-        if shape.filtered:
-            logits = _filtered(state, batch, logits)
-        accept_rejection(
-            logits, self.vocab_size, output_sequence=batch.output_sequence, output_offset=batch.output_offset,
-            cu_outputs=batch.cu_outputs, widths=batch.widths, emits=batch.emits, drafts=self.buffers.drafts,
-            draft_prob=draft_prob, slots=batch.slots, num_given=batch.num_given, context=state.context,
-            temperature=state.temperature, seed=state.seed, result=result, is_filtered=shape.filtered,
-        )  # fmt: skip
-        return Verdict(result)
+        accept = partial(accept_rejection, draft_prob=draft_prob)
+        return _judge(accept, batch, logits, self.vocab_size, self.state, self.buffers, shape)
+
+
+def _judge(
+    accept: Callable[..., None], batch: Batch, logits: Tensor, vocab_size: int, state: SlotState, buffers: StepBuffers,
+    shape: VerifyShape,
+) -> Verdict:  # fmt: skip
+    """The verdict of an acceptance kernel; drafts are where they were held, not an argument."""
+    assert isinstance(batch, TiledBatch)
+    result = buffers.result[: shape.num_sequences]
+    accept(
+        _filtered(state, batch, logits) if shape.filtered else logits, vocab_size,
+        output_sequence=batch.output_sequence, output_offset=batch.output_offset, cu_outputs=batch.cu_outputs,
+        widths=batch.widths, emits=batch.emits, drafts=buffers.drafts, slots=batch.slots, num_given=batch.num_given,
+        context=state.context, temperature=state.temperature, seed=state.seed, result=result,
+        is_filtered=shape.filtered,
+    )  # fmt: skip
+    return Verdict(result)
 
 
 def _filtered(state: SlotState, batch: TiledBatch, logits: Tensor) -> Tensor:
