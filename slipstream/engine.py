@@ -96,6 +96,7 @@ class Engine:
 
     # ------------------------------------------------------------------ the two loops
 
+    @torch.inference_mode()
     def step(self) -> Sequence[Delta]:
         """One turn of the loop: launches a step if one can be planned, returns what requests gained.
 
@@ -167,7 +168,6 @@ class Engine:
 
     # ------------------------------------------------------------------ launch: one function per stage
 
-    @torch.inference_mode()
     def launch_draft(self, plan: StepPlan) -> Drafted:
         start = self._stopwatch.mark()
         self.num_decode_steps += plan.num_decode > 0
@@ -193,7 +193,6 @@ class Engine:
             self.backend.hold(draft.token_ids, draft.signal)
             return draft
 
-    @torch.inference_mode()
     def launch_verify(self, drafted: Drafted, decision: Decision) -> Flight:
         plan, step, start = drafted.plan, drafted.plan.step, self._stopwatch.mark()
         widths = self._widths(drafted, decision)

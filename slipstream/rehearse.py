@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from slipstream.device.events import Stopwatch
 from slipstream.engine import Engine
@@ -24,6 +25,7 @@ class StepTime:
     verify_ms: float  # layout to export
 
 
+@torch.inference_mode()
 def time_step(
     engine: Engine, *, num_sequences: int, width: int, context: int, draft_length: int | None = None, repeats: int = 5
 ) -> StepTime:

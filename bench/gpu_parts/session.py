@@ -18,7 +18,7 @@ from bench.gpu_parts.scale import Pair
 from slipstream import LLM, SamplingParams, SpeculativeConfig
 from slipstream.decide.policy import make_policy
 from slipstream.decide.survival import find_calibration
-from slipstream.device.events import NullRecorder
+from slipstream.device.events import NullRecorder, Span
 from slipstream.lab.bench_options import Case
 from slipstream.lab.critical_path import critical_path, host_us, stage_ms
 from slipstream.lab.measure import former_objects_left_alone
@@ -147,7 +147,10 @@ class Session:
 
 
 def serve(llm: LLM, prompts: Sequence[Ids], params: SamplingParams, concurrency: int, probe: bool = False) -> Served:
-    """All prompts once, texts included, `concurrency` at a time: one group after the other where the engine has more slots."""
+    """All prompts once, texts included, `concurrency` at a time: one group after the other where the engine has more slots.
+
+    probe: as many prompts as run at a time; spans are those of `while_all_run`.
+    """
     recorder = llm.record() if probe else None
     before, completions, wall_s = llm.engine.num_decode_steps, [], 0.0
     size = len(prompts) if concurrency >= llm.engine.scheduler.limits.max_num_seqs else concurrency
@@ -165,13 +168,25 @@ def serve(llm: LLM, prompts: Sequence[Ids], params: SamplingParams, concurrency:
     wave = Wave(wall_s=wall_s, num_steps=num_steps, answers=answers)
     if recorder is None:
         return Served(wave=wave, completions=tuple(completions))
-    spans = recorder.spans
+    spans = while_all_run(recorder.spans, completions)
     unprobe(llm)
     stages = {
         "draft_ms": stage_ms(spans, "draft"), "verify_ms": stage_ms(spans, "verify"),
         "accept_ms": stage_ms(spans, "accept"), "host_us": host_us(spans), "detokenise_us": detokenise_us(llm, num_steps, completions),
     }  # fmt: skip
     return Served(wave=replace(wave, critical_path=critical_path(spans)), completions=tuple(completions), stages=stages)
+
+
+def while_all_run(spans: Sequence[Span], completions: Sequence[Completion]) -> list[Span]:
+    """Spans of the steps from when every request has its first token until one ends.
+
+    Answers of one length end at different steps where drafts are accepted, and what comes then is no longer a step of so
+    many requests.
+    """
+    begin_s = max(c.timing.first_token_s for c in completions)
+    end_s = min(c.timing.last_token_s for c in completions)
+    outside = {span.step for span in spans if span.start_s < begin_s or span.end_s > end_s}
+    return [span for span in spans if span.step not in outside]
 
 
 def detokenise_us(llm: LLM, num_steps: int, completions: Sequence[Completion]) -> float:

@@ -132,7 +132,7 @@ def probe(
     session: Session, scale: Scale, llm: Any, mode: str, drafts: int, at: int, pinned: bool = False
 ) -> dict[str, Any]:
     prompts = session.pair.prompts(session.models, at)
-    served = serve(llm, prompts, tokens(2 * scale.probe_tokens), at, probe=True)
+    served = serve(llm, prompts, tokens(scale.output_tokens), at, probe=True)
     case = row(session, mode, drafts, at, [served], probed=True, pinned=pinned)
     session.say(probe_line(case))
     return case

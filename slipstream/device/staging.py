@@ -6,7 +6,6 @@ runs without streams and pins. Knows nothing of what the arrays mean.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -93,7 +92,10 @@ class Mailbox:
         self._received = torch.zeros(size, dtype=torch.uint8, device=device)
         self.received = self._views(self._received)  # name -> tensor on the device
         staged = [torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(num_buffers)]
-        self._staged = [(tensor, {n: v.numpy() for n, v in self._views(tensor).items()}) for tensor in staged]
+        # Each with its places as the host sees them, and the array that was last written to each place.
+        self._staged: list[tuple[Tensor, dict[str, NDArray[Any]], dict[str, NDArray[Any]]]] = [
+            (tensor, {n: v.numpy() for n, v in self._views(tensor).items()}, {}) for tensor in staged
+        ]
         self._read: list[torch.cuda.Event | None] = [None] * num_buffers
         self._turn = 0
         self._stream = compute_stream(device)
@@ -106,16 +108,21 @@ class Mailbox:
         return found
 
     def post(self, arrays: dict[str, NDArray[Any]], padding: dict[str, int]) -> None:
-        """Send the arrays; places beyond an array's length hold what `padding` says for it, else what they held."""
+        """Send the arrays; places beyond an array's length hold what `padding` says for it, else what they held.
+
+        An array that was posted before is not written again: whoever posts it must not change it in the meantime.
+        """
         self._turn = (self._turn + 1) % len(self._staged)
         event = self._read[self._turn]
         if event is not None:
             event.synchronize()  # of a copy made a few steps ago: long done in a running loop
-        staged, host = self._staged[self._turn]
+        staged, host, written = self._staged[self._turn]
         for name, array in arrays.items():
-            host[name][: len(array)] = array
-            if name in padding:
-                host[name][len(array) :] = padding[name]
+            if written.get(name) is not array:
+                host[name][: len(array)] = array
+                if name in padding:
+                    host[name][len(array) :] = padding[name]
+                written[name] = array
         self._received.copy_(staged, non_blocking=True)
         if self._stream is not None:
             self._read[self._turn] = event = event or torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -125,14 +132,15 @@ class Mailbox:
 class Export:
     """A device value on its way to the host. `wait` is the only call that blocks."""
 
-    def __init__(self, tensor: Tensor, event: torch.cuda.Event | None) -> None:
-        self._tensor = tensor
+    def __init__(self, copy: Tensor, event: torch.cuda.Event | None, source: Tensor) -> None:
+        self._copy = copy
         self._event = event
+        self._source = source  # its memory must not go to anybody else while it is copied
 
     def wait(self) -> NDArray[Any]:
         if self._event is not None:
             self._event.synchronize()
-        value: NDArray[Any] = self._tensor.numpy()
+        value: NDArray[Any] = self._copy.numpy()
         return value
 
 
@@ -153,42 +161,59 @@ class Exporter:
 
     def start(self, kind: str, tensor: Tensor) -> Export:
         if self._stream is None:
-            return Export(tensor.clone(), None)
-        ring = self._rings.setdefault(kind, _Ring([None] * self._num_buffers))
-        host, event = ring.next(tensor)
+            return Export(tensor.clone(), None, tensor)
         assert self._compute is not None
-        event.record(self._compute)
-        self._stream.wait_event(event)
-        with torch.cuda.stream(self._stream):
-            host.copy_(tensor, non_blocking=True)
-            event.record(self._stream)
-        tensor.record_stream(self._stream)
-        return Export(host, event)
+        buffer = self._rings.setdefault(kind, _Ring(self._num_buffers)).next(tensor)
+        buffer.event.record(self._compute)
+        self._stream.wait_event(buffer.event)
+        torch.cuda.set_stream(self._stream)  # `with torch.cuda.stream` takes ten times as long
+        try:
+            buffer.view.copy_(tensor, non_blocking=True)
+        finally:
+            torch.cuda.set_stream(self._compute)
+        buffer.event.record(self._stream)
+        return Export(buffer.view, buffer.event, tensor)
 
     def fence(self, kind: str) -> None:
         """What is launched from now on may write where values of this kind were copied from."""
         if kind in self._rings:
             assert self._compute is not None
-            self._compute.wait_event(self._rings[kind].latest)
+            self._compute.wait_event(self._rings[kind].latest.event)
 
 
-@dataclass(slots=True)
+class _Pinned:
+    """Host memory that copies go to, as values of one shape see it."""
+
+    def __init__(self, like: Tensor, room: int) -> None:
+        self.memory = torch.empty(room, dtype=like.dtype, pin_memory=True)
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.view = self.view_of(like)
+
+    def fits(self, like: Tensor) -> bool:
+        return self.memory.dtype == like.dtype and len(self.memory) >= like.numel()
+
+    def view_of(self, like: Tensor) -> Tensor:
+        return self.memory[: like.numel()].view(like.shape)
+
+
 class _Ring:
     """Pinned buffers of one kind of export; a value must be read before its buffer's next turn."""
 
-    buffers: "list[tuple[Tensor, torch.cuda.Event] | None]"
-    turn: int = 0
+    def __init__(self, num_buffers: int) -> None:
+        self._buffers: list[_Pinned | None] = [None] * num_buffers
+        self._turn = 0
 
-    def next(self, like: Tensor) -> "tuple[Tensor, torch.cuda.Event]":
-        self.turn = (self.turn + 1) % len(self.buffers)
-        entry = self.buffers[self.turn]
-        if entry is None or entry[0].dtype != like.dtype or entry[0].numel() < like.numel():
-            pinned = torch.empty(2 * like.numel(), dtype=like.dtype, pin_memory=True)
-            self.buffers[self.turn] = entry = pinned, torch.cuda.Event()  # type: ignore[no-untyped-call]
-        return entry[0][: like.numel()].view(like.shape), entry[1]
+    def next(self, like: Tensor) -> _Pinned:
+        self._turn = (self._turn + 1) % len(self._buffers)
+        buffer = self._buffers[self._turn]
+        if buffer is None or not buffer.fits(like):
+            self._buffers[self._turn] = buffer = _Pinned(like, 2 * like.numel())
+        elif buffer.view.shape != like.shape:
+            buffer.view = buffer.view_of(like)
+        return buffer
 
     @property
-    def latest(self) -> "torch.cuda.Event":
-        entry = self.buffers[self.turn]
-        assert entry is not None
-        return entry[1]
+    def latest(self) -> _Pinned:
+        buffer = self._buffers[self._turn]
+        assert buffer is not None
+        return buffer

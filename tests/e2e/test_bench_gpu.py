@@ -102,7 +102,7 @@ def test_pinned_policies_draft_at_every_step(session: Session) -> None:
 
 def test_waves_are_probed_only_when_asked(session: Session) -> None:
     llm = session.llm("static", 3, 2)
-    served = serve(llm, session.pair.prompts(session.models, 3), tokens(6), 1, probe=True)
+    served = serve(llm, session.pair.prompts(session.models, 1), tokens(24), 1, probe=True)
     assert served.stages["verify_ms"] > 0 and served.stages["draft_ms"] > 0 and served.stages["host_us"] > 0
     assert served.wave.critical_path.gap_us is not None
     assert isinstance(llm.engine.recorder, NullRecorder)

@@ -37,6 +37,14 @@ def test_more_than_there_is_room_for_is_refused() -> None:
         mailbox().post({"slots": np.arange(7)}, {})
 
 
+def test_an_array_that_was_posted_before_comes_again() -> None:
+    """In turn with others and with itself, so that every staged buffer has written it, or not."""
+    box, old, new = mailbox(), np.array([1, 2, 3]), np.array([4, 5])
+    for array in (old, old, new, old, old, old, old, new, new, old):
+        box.post({"slots": array}, {"slots": 9})
+        assert box.received["slots"].tolist() == [*array.tolist(), *[9] * (6 - len(array))]
+
+
 def test_an_export_does_not_change_with_its_source() -> None:
     source, exporter = torch.arange(4), Exporter(CPU)
     first = exporter.start("result", source)
