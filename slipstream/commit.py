@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import compress
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -74,6 +75,7 @@ class _Rows(NamedTuple):
     """What of a step came back for tenants that are still there, in the plan's order."""
 
     num_decode: int  # the first ones decode, the others are chunks of prompts
+    requests: list[Request]  # [n]
     slots: Int64s  # [n], like all that follow
     emitting: Int64s  # [E] those of `slots` whose tokens count
     num_given: Int32s
@@ -89,29 +91,30 @@ def commit(plan: StepPlan, result: StepResult, scheduler: Scheduler) -> Gains:
     """Apply a collected step. Requests that end here leave the scheduler."""
     ledger = scheduler.ledger
     rows = _rows(plan, result, scheduler.take_flight(plan.step), ledger)
-    requests: list[Request] = ledger.tenants[rows.slots].tolist()
     context = ledger.advance(rows.slots, rows.num_given, rows.num_accepted, rows.max_rows)
     kept = rows.num_accepted + rows.emits
-    reasons = _cut(kept, context, rows, requests, ledger)
+    reasons = _cut(kept, context, rows, ledger)
     ledger.answers.write(rows.slots, rows.token_ids, rows.num_accepted, kept)
-    _stamp(rows, requests, ledger)
+    _stamp(rows, ledger)
     accepted = np.minimum(rows.num_accepted, kept) if reasons else rows.num_accepted
-    gains = Gains(requests, rows.token_ids, kept, accepted, rows.widths, reasons)
+    gains = Gains(rows.requests, rows.token_ids, kept, accepted, rows.widths, reasons)
     _count(plan.draft_length, rows, gains, ledger)
     for index in sorted(reasons):
-        scheduler.finish(requests[index], reasons[index])
+        scheduler.finish(rows.requests[index], reasons[index])
     scheduler.settle(rows.emitting)
     return gains
 
 
 def _rows(plan: StepPlan, result: StepResult, flight: InFlight, ledger: Ledger) -> _Rows:
-    there, num_decode = ledger.still_there(flight), plan.num_decode
+    members, num_decode, requests = flight.members, plan.num_decode, flight.members.requests
     columns: tuple[Any, ...] = (
-        flight.slots_np, flight.num_given_np, flight.max_rows_np, flight.emits_np, result.widths_np,
+        members.index_np, members.num_given_np, flight.max_rows_np, members.emits_np, result.widths_np,
         result.num_accepted_np, result.token_ids_np, result.invalid_np,
     )  # fmt: skip
-    if np.count_nonzero(there) < len(there):
+    if not ledger.all_there(flight):
+        there = ledger.still_there(flight)
         num_decode = int(np.count_nonzero(there[:num_decode]))
+        requests = list(compress(requests, there.tolist()))
         columns = tuple(column[there] for column in columns)
     slots, num_given, max_rows, emits, widths, num_accepted, token_ids, invalid = columns
     emitting = slots
@@ -119,12 +122,12 @@ def _rows(plan: StepPlan, result: StepResult, flight: InFlight, ledger: Ledger) 
         emits, widths = emits & ~invalid, widths * ~invalid
     if np.count_nonzero(emits) < len(emits):
         emitting, num_accepted = slots[emits], num_accepted * emits
-    return _Rows(num_decode, slots, emitting, num_given, max_rows, emits, widths, num_accepted, token_ids, invalid)
+    return _Rows(
+        num_decode, requests, slots, emitting, num_given, max_rows, emits, widths, num_accepted, token_ids, invalid
+    )
 
 
-def _cut(
-    kept: Int32s, context: Int32s, rows: _Rows, requests: list[Request], ledger: Ledger
-) -> dict[int, FinishReason]:
+def _cut(kept: Int32s, context: Int32s, rows: _Rows, ledger: Ledger) -> dict[int, FinishReason]:
     """Lower kept [n] to where answers end, and say by index why they do."""
     reasons: dict[int, FinishReason] = {}
     full_context = ledger.full_context[rows.slots]
@@ -133,19 +136,19 @@ def _cut(
         reasons[index] = "length"
     for index in ledger.answers.may_stop(rows.token_ids, kept):
         token_ids = rows.token_ids[index, : kept[index]].tolist()
-        end = next((place for place, token in enumerate(token_ids) if token in requests[index].stop_ids), None)
+        end = next((place for place, token in enumerate(token_ids) if token in rows.requests[index].stop_ids), None)
         if end is not None:
             kept[index], reasons[index] = end + 1, "stop"
     for index in rows.invalid.nonzero()[0].tolist():
-        reasons[index], requests[index].error = "error", _NOT_FINITE
+        reasons[index], rows.requests[index].error = "error", _NOT_FINITE
     return reasons
 
 
-def _stamp(rows: _Rows, requests: list[Request], ledger: Ledger) -> None:
+def _stamp(rows: _Rows, ledger: Ledger) -> None:
     now = time.perf_counter()
     ledger.answers.last_token_s[rows.emitting] = now
     for index in rows.emits[rows.num_decode :].nonzero()[0].tolist():  # first tokens come from prompts only
-        request = requests[rows.num_decode + index]
+        request = rows.requests[rows.num_decode + index]
         request.first_token_s = request.first_token_s or now
 
 

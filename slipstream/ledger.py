@@ -22,15 +22,29 @@ SAMPLED, TOP_K, TOP_P = 1, 2, 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Members:
+    """Who takes part in a step, with all that stays the same while the same requests decode: made once for many steps."""
+
+    requests: list[Request]
+    index_np: Int64s  # [B] their slots, to index columns with
+    slots_np: Int32s  # [B] the same, as plans have them
+    generations_np: Int32s  # [B]
+    uids_np: Int64s  # [B]
+    sampled_np: Bools  # [B]
+    teaches_np: Bools  # [B]
+    num_given_np: Int32s  # [B]
+    emits_np: Bools  # [B]
+    cuts: int  # bits of `Ledger.sampling` of those that emit
+    num_departures: int  # that the ledger had seen
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class InFlight:
     """A step that was planned and not yet committed."""
 
     step: int
-    slots_np: Int64s  # [B]
-    generations_np: Int32s  # [B]
-    num_given_np: Int32s  # [B]
+    members: Members
     max_rows_np: Int32s  # [B] given rows + most drafts: how far the context may move
-    emits_np: Bools  # [B]
 
 
 class Ledger:
@@ -42,6 +56,7 @@ class Ledger:
     def __init__(self, num_slots: int, max_model_len: int, max_drafts: int) -> None:
         self.tenants = np.full(num_slots, None, np.object_)  # Request, or None where the slot is free
         self.generations = np.zeros(num_slots, np.int32)  # tenants that the slot has had before this one
+        self.num_departures = 0  # tenants that have left any slot
         self.uids = np.zeros(num_slots, np.int64)
         self.context = np.zeros(num_slots, np.int32)  # committed context length
         self.context_lower_bound = np.zeros(num_slots, np.int32)  # with what lies in flight, no draft of it accepted
@@ -74,16 +89,38 @@ class Ledger:
         self.answers.release(request)
         self._counts.move_into(request.counters, slot)
         self.generations[slot] += 1
+        self.num_departures += 1
         self.unplanned[slot] = 0
+
+    def members(self, slots: Int64s, num_given: Int32s, emits: Bools) -> Members:
+        """The tenants of `slots` [n], who take part with so many given rows each; emits: and gain tokens."""
+        sampling = self.sampling[slots]
+        return Members(
+            requests=self.tenants[slots].tolist(),
+            index_np=slots,
+            slots_np=slots.astype(np.int32),
+            generations_np=self.generations[slots],
+            uids_np=self.uids[slots],
+            sampled_np=sampling > 0,
+            teaches_np=self.teaches[slots],
+            num_given_np=num_given,
+            emits_np=emits,
+            cuts=int(np.bitwise_or.reduce(sampling * emits)),
+            num_departures=self.num_departures,
+        )
 
     def still_there(self, flight: InFlight) -> Bools:
         """[B] which of a flight's tenants have neither ended nor been preempted since."""
-        there: Bools = self.generations[flight.slots_np] == flight.generations_np
+        there: Bools = self.generations[flight.members.index_np] == flight.members.generations_np
         return there
 
+    def all_there(self, flight: InFlight) -> bool:
+        return flight.members.num_departures == self.num_departures or bool(self.still_there(flight).all())
+
     def book(self, flight: InFlight) -> None:
-        self.context_lower_bound[flight.slots_np] += flight.num_given_np
-        self.context_upper_bound[flight.slots_np] += flight.max_rows_np
+        slots = flight.members.index_np
+        self.context_lower_bound[slots] += flight.members.num_given_np
+        self.context_upper_bound[slots] += flight.max_rows_np
 
     def advance(self, slots: Int64s, num_given: Int32s, num_accepted: Int32s, max_rows: Int32s) -> Int32s:
         """Rows [n] of a flight, those of `slots`, have come back. Returns their contexts."""

@@ -73,8 +73,8 @@ class StepPlan:
         return self.step == other.step and self.slots_np is other.slots_np
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_given", int(self.num_given_np.sum()))
-        object.__setattr__(self, "num_emitting", int(self.emits_np.sum()))
+        object.__setattr__(self, "num_given", int(np.add.reduce(self.num_given_np)))
+        object.__setattr__(self, "num_emitting", int(np.count_nonzero(self.emits_np)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -92,7 +92,7 @@ class Decision:
     num_draft_rows: int = field(init=False)
 
     def __post_init__(self) -> None:
-        rows = int(self.widths_np.sum()) if self.widths_np is not None else int(self.budget or 0)
+        rows = int(np.add.reduce(self.widths_np)) if self.widths_np is not None else int(self.budget or 0)
         object.__setattr__(self, "num_draft_rows", rows)
 
 

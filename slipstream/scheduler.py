@@ -16,7 +16,7 @@ import numpy as np
 
 from slipstream.cache.pages import PageAllocator, PageTable
 from slipstream.errors import CapacityError
-from slipstream.ledger import SAMPLED, TOP_K, TOP_P, InFlight, Ledger
+from slipstream.ledger import SAMPLED, TOP_K, TOP_P, InFlight, Ledger, Members
 from slipstream.metrics import SpecCounters
 from slipstream.plan import Admission, Bools, Int32s, Int64s, StepPlan
 from slipstream.request import FinishReason, Request
@@ -61,9 +61,11 @@ class Scheduler:
         self._table = PageTable(limits.max_num_seqs, pages.pages_for(limits.max_model_len), pages.page_size)
         self.flights: deque[InFlight] = deque()  # planned and not yet committed, oldest first
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._most_drafts = np.full(limits.max_num_seqs, limits.max_drafts, np.int32)
         self._ones = np.ones(limits.max_num_seqs, np.int32)
         self._trues = np.ones(limits.max_num_seqs, np.bool_)
         self._decoding_slots: Int64s | None = None  # None: to be made again
+        self._members: Members | None = None  # of the last step
         self._step = 0
 
     @property
@@ -142,6 +144,9 @@ class Scheduler:
         """Who decodes, with as many drafts as may be verified; some must wait for a result first."""
         ledger, limits, slots = self.ledger, self.limits, self._decoding()
         bound = ledger.context_upper_bound[slots]
+        furthest = np.minimum(ledger.full_context[slots], limits.max_draft_context)
+        if np.count_nonzero(bound + limits.max_drafts < furthest) == len(slots):  # no end is near
+            return slots, self._most_drafts[: len(slots)]
         room = limits.max_model_len - 2 - bound  # the last emitted token may stand at max_model_len - 1
         wanted = ledger.full_context[slots] - ledger.context_lower_bound[slots] - 1  # one token is no draft
         caps = np.minimum(np.minimum(room, wanted), limits.max_drafts)
@@ -214,7 +219,7 @@ class Scheduler:
     def _prefill_rows(self, budget: int, may_admit: bool) -> tuple[list[_Chunk], list[Admission]]:
         """Chunks of the requests being prefilled, then new ones, within the budget of given rows."""
         chunks, admissions = [], []
-        for request in self.running if np.count_nonzero(self.ledger.unplanned) else ():
+        for request in self.running if len(self._decoding()) < len(self.running) else ():
             if budget > 0 and self.ledger.unplanned[request.slot]:
                 chunks.append(self._chunk(request, budget))
                 budget -= chunks[-1].num_given
@@ -270,46 +275,53 @@ class Scheduler:
     # ------------------------------------------------------------------ the plan
 
     def _book(self, decode_slots: Int64s, caps: Int32s, chunks: list[_Chunk], admissions: list[Admission]) -> StepPlan:
-        ledger, slots, num_decode = self.ledger, decode_slots, len(decode_slots)
-        num_given, emits = self._ones[:num_decode].copy(), self._trues[:num_decode].copy()
+        ledger, num_decode = self.ledger, len(decode_slots)
         if chunks:
-            slots = np.append(slots, [chunk.slot for chunk in chunks])
             caps = np.append(caps, np.zeros(len(chunks), np.int32))
-            num_given = np.append(num_given, np.array([chunk.num_given for chunk in chunks], np.int32))
-            emits = np.append(emits, [chunk.emits for chunk in chunks])
-        flight = InFlight(self._step, slots, ledger.generations[slots], num_given, num_given + caps, emits)
+        if chunks or self._members is None or self._members.index_np is not decode_slots:
+            self._members = self._members_of(decode_slots, chunks)
+        members = self._members
+        flight = InFlight(self._step, members, members.num_given_np + caps)
         plan = self._plan(flight, num_decode, caps, admissions)
         ledger.book(flight)
         ledger.decode_steps[decode_slots] += 1
         if chunks:
-            ledger.unplanned[slots[num_decode:]] -= num_given[num_decode:]
+            ledger.unplanned[members.index_np[num_decode:]] -= members.num_given_np[num_decode:]
             self._decoding_slots = None
         self.flights.append(flight)
         self._step += 1
         return plan
 
+    def _members_of(self, decode_slots: Int64s, chunks: list[_Chunk]) -> Members:
+        slots, num_decode = decode_slots, len(decode_slots)
+        num_given, emits = self._ones[:num_decode], self._trues[:num_decode]
+        if chunks:
+            slots = np.append(slots, [chunk.slot for chunk in chunks])
+            num_given = np.append(num_given, np.array([chunk.num_given for chunk in chunks], np.int32))
+            emits = np.append(emits, [chunk.emits for chunk in chunks])
+        return self.ledger.members(slots, num_given, emits)
+
     def _plan(self, flight: InFlight, num_decode: int, caps: Int32s, admissions: list[Admission]) -> StepPlan:
-        ledger, slots = self.ledger, flight.slots_np
-        sampling = ledger.sampling[slots]
-        emitting = int(np.bitwise_or.reduce(sampling * flight.emits_np))
+        ledger, members = self.ledger, flight.members
+        slots, cuts = members.index_np, members.cuts
         return StepPlan(
             step=flight.step,
             num_decode=num_decode,
             draft_length=self.limits.max_drafts,
-            slots_np=slots.astype(np.int32),
-            generations_np=flight.generations_np,
-            uids_np=ledger.uids[slots],
+            slots_np=members.slots_np,
+            generations_np=members.generations_np,
+            uids_np=members.uids_np,
             decode_steps_np=ledger.decode_steps[slots],
-            num_given_np=flight.num_given_np,
-            emits_np=flight.emits_np,
+            num_given_np=members.num_given_np,
+            emits_np=members.emits_np,
             caps_np=caps,
             context_np=ledger.context[slots],
             context_upper_bound_np=ledger.context_upper_bound[slots],
-            sampled_np=sampling > 0,
-            teaches_np=ledger.teaches[slots],
+            sampled_np=members.sampled_np,
+            teaches_np=members.teaches_np,
             admissions=tuple(admissions),
             page_writes_np=self._table.take_writes(),
-            any_sampled=bool(emitting & SAMPLED),
-            any_top_k=bool(emitting & TOP_K),
-            any_top_p=bool(emitting & TOP_P),
+            any_sampled=bool(cuts & SAMPLED),
+            any_top_k=bool(cuts & TOP_K),
+            any_top_p=bool(cuts & TOP_P),
         )

@@ -71,7 +71,7 @@ def check_invariants(scheduler: Scheduler) -> None:
 def numbers(scheduler: Scheduler, request: Request) -> tuple[int, int, int]:
     """Of a running request: its context, the upper bound of that, and how many steps of it are in flight."""
     ledger, slot = scheduler.ledger, request.slot
-    flights = [flight.slots_np[ledger.still_there(flight)] for flight in scheduler.flights]
+    flights = [flight.members.index_np[ledger.still_there(flight)] for flight in scheduler.flights]
     return int(ledger.context[slot]), int(ledger.context_upper_bound[slot]), sum(slot in slots for slots in flights)
 
 
