@@ -6,7 +6,7 @@ A loop without a device hands plans, made-up confidence and outcomes to each pol
 observe + draft_length + decide, from a confidence to its decision (adaptive decides the draft length before it waits);
 `off` is learn + timed, which no decision waits for. Microseconds per step, beside the time of one small numpy call,
 of which steps of few sequences mostly consist. What is done every few steps is spread over them: a figure is the median
-over blocks of eight steps of a block's mean; `max` columns are the median of a block's longest step. Steps in which a
+over blocks of sixteen steps of a block's mean; `max` columns are the median of a block's longest step. Steps in which a
 fresh engine learns at once are left out; `early` is what they take in all.
 """
 
@@ -28,8 +28,8 @@ from slipstream.plan import Decision, DraftReport, StepPlan, StepResult
 
 STAGES = ("observe", "draft_length", "decide", "learn", "timed")
 PATH, OFF = STAGES[:3], STAGES[3:]
-BLOCK = 8  # steps in which everything that is done now and then is done
-EARLY = 48  # steps at the start, without the first blocks, in which nothing waits
+BLOCK = 16  # steps in which everything that is done now and then is done
+EARLY = 48  # steps at the start, without the first ones, in which nothing waits
 WARM_UP = 80
 EDGES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 4608)
 LINEAR = LinearCost(0.85, 0.0006, 1e-9, 1e-7)
@@ -188,7 +188,7 @@ def measure(case: Case, num_sequences: int, num_drafts: int, steps: int, mixed: 
     us = {stage: np.asarray(values) / 1e3 for stage, values in spent.items()}
     us["path"], us["off"] = (np.sum([us[stage] for stage in stages], axis=0) for stages in (PATH, OFF))
     us["all"] = us["path"] + us["off"]
-    early = {name: np.median(values[16 : 16 + EARLY]) for name, values in us.items()}
+    early = {name: np.median(values[8 : 8 + EARLY]) for name, values in us.items()}
     blocks = {name: values[WARM_UP:][: steps // BLOCK * BLOCK].reshape(-1, BLOCK) for name, values in us.items()}
     return {
         "case": case.name,

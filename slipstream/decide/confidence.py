@@ -1,7 +1,7 @@
 """The store of lagged confidence: one row per slot, and who wrote it.
 
-A row holds the raw signal of the slot's last draft with the slot's generation, the request's uid and its count of
-decode steps. It is *known* to a plan only if the same request wrote it, in the same tenancy of the slot, in its latest
+A row holds what was expected of the slot's last draft, a value per position, with the slot's generation, the request's
+uid and its count of decode steps. It is *known* to a plan only if the same request wrote it, in the same tenancy of the slot, in its latest
 decode step: a late copy of a former owner, a step without a draft or a stay outside the pool never passes for it, while
 a step in which the request was skipped, or verified nothing, changes nothing. What the values mean is not known here.
 """
@@ -12,9 +12,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.plan import DraftReport, StepPlan
+from slipstream.plan import StepPlan
 
-Floats: TypeAlias = NDArray[np.float32]
+Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
@@ -23,10 +23,11 @@ Bools: TypeAlias = NDArray[np.bool_]
 class Confidence:
     """Rows of the store as one plan may see them. D sequences that decode, S positions."""
 
-    signal_np: Floats  # [D, S] raw; undefined beyond the length and in unknown rows
+    values_np: Floats  # [D, S] undefined beyond the length and in unknown rows
     lengths_np: Ints  # [D] drafts that the row covers, the d of its step
     known_np: Bools  # [D]
     stale_np: Bools  # [D] the request's own, but older: no draft was made in its latest decode steps
+    is_complete: bool  # every row is known, over all S positions
 
 
 class ConfidenceStore:
@@ -38,15 +39,15 @@ class ConfidenceStore:
 
     def __init__(self, num_drafts: int, num_slots: int = 0) -> None:
         self.num_drafts = num_drafts  # S
-        self._signal_np = np.zeros((0, num_drafts), dtype=np.float32)
+        self._values_np = np.zeros((0, num_drafts))
         # Generation, uid, decode steps at the draft and after it, length, by slot.
         self._owner_np = np.zeros((5, 0), dtype=np.int64)
         self._newest: _Newest | None = None
         self._grow(num_slots)
 
-    def put(self, plan: StepPlan, report: DraftReport) -> None:
-        """Keep what the draft of `plan` said. A slot that a newer tenant has written to is left alone."""
-        num_decode, length = report.signal_np.shape
+    def put(self, plan: StepPlan, values_np: Floats) -> None:
+        """Keep values [D, d] of the draft of `plan`, as they are. A slot that a newer tenant has written to is left alone."""
+        num_decode, length = values_np.shape
         assert num_decode == plan.num_decode, (num_decode, plan.num_decode)
         assert length <= self.num_drafts, (length, self.num_drafts)
         if length == 0 or num_decode == 0:
@@ -55,7 +56,7 @@ class ConfidenceStore:
         if newest is not None and newest.rows != rows:
             self._write(newest)
             newest = None
-        new = _Newest(plan, report.signal_np, rows)
+        new = _Newest(plan, values_np, rows)
         if newest is not None or self._is_current(new):
             self._newest = new
         else:
@@ -83,11 +84,9 @@ class ConfidenceStore:
         own = (generation == plan.generations_np[:num_decode]) & (uid == plan.uids_np[:num_decode])
         now, then = plan.decode_steps_np[:num_decode], steps[steps_ago]
         known = own & (then == now)
+        lengths, stale = length * known, own & (then < now)
         return Confidence(
-            signal_np=self._signal_np.take(slots, axis=0),
-            lengths_np=length * known,
-            known_np=known,
-            stale_np=own & (then < now),
+            self._values_np.take(slots, axis=0), lengths, known, stale, bool((lengths == self.num_drafts).all())
         )
 
     def _is_current(self, new: "_Newest") -> bool:
@@ -97,8 +96,8 @@ class ConfidenceStore:
         return not np.count_nonzero(written > new.plan.generations_np[: new.plan.num_decode])
 
     def _write(self, new: "_Newest") -> None:
-        plan, signal, num_decode = new.plan, new.signal_np, new.plan.num_decode
-        slots, length = self._slots(plan), signal.shape[1]
+        plan, values, num_decode = new.plan, new.values_np, new.plan.num_decode
+        slots, length = self._slots(plan), values.shape[1]
         owner = np.empty((5, num_decode), dtype=np.int64)
         owner[0] = plan.generations_np[:num_decode]
         owner[1] = plan.uids_np[:num_decode]
@@ -107,8 +106,8 @@ class ConfidenceStore:
         owner[4] = length
         current = owner[0] >= self._owner_np[0].take(slots)
         if np.count_nonzero(current) < num_decode:
-            slots, signal, owner = slots[current], signal[current], owner[:, current]
-        self._signal_np[slots, :length] = signal
+            slots, values, owner = slots[current], values[current], owner[:, current]
+        self._values_np[slots, :length] = values
         self._owner_np[:, slots] = owner
 
     def _slots(self, plan: StepPlan) -> NDArray[np.int32]:
@@ -119,12 +118,12 @@ class ConfidenceStore:
         return slots
 
     def _grow(self, num_slots: int) -> None:
-        missing = num_slots - len(self._signal_np)
+        missing = num_slots - len(self._values_np)
         if missing > 0:
-            missing = max(missing, len(self._signal_np))
+            missing = max(missing, len(self._values_np))
             nobody = np.full((5, missing), -1, dtype=np.int64)
             self._owner_np = np.concatenate([self._owner_np, nobody], axis=1)
-            self._signal_np = np.concatenate([self._signal_np, np.zeros((missing, self.num_drafts), dtype=np.float32)])
+            self._values_np = np.concatenate([self._values_np, np.zeros((missing, self.num_drafts))])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,18 +131,19 @@ class _Newest:
     """A report whose rows have no newer tenant."""
 
     plan: StepPlan
-    signal_np: Floats  # [D, d]
+    values_np: Floats  # [D, d]
     rows: bytes  # of its plan, see `_rows_of`
 
     def read(self, plan: StepPlan, steps_ago: int, num_drafts: int) -> Confidence:
         """What is known to a plan of the same rows."""
-        num_decode, length = self.signal_np.shape
+        num_decode, length = self.values_np.shape
         age = plan.decode_steps_np[:num_decode] - self.plan.decode_steps_np[:num_decode]
-        known, signal = age == steps_ago, self.signal_np
+        known, values = age == steps_ago, self.values_np
         if length < num_drafts:
-            signal = np.zeros((num_decode, num_drafts), dtype=np.float32)
-            signal[:, :length] = self.signal_np
-        return Confidence(signal_np=signal, lengths_np=known * length, known_np=known, stale_np=age > steps_ago)
+            values = np.zeros((num_decode, num_drafts))
+            values[:, :length] = self.values_np
+        is_complete = length == num_drafts and np.count_nonzero(known) == num_decode
+        return Confidence(values, known * length, known, age > steps_ago, is_complete)
 
 
 def _rows_of(plan: StepPlan) -> bytes:

@@ -1,50 +1,57 @@
-"""What was seen of steps and what became of them, gathered and taught a few steps at a time.
+"""What was expected of steps and what became of them, gathered and taught a few steps at a time.
 
-A step brings a sighting (its report, beside what was known of the same rows before) and its result, in either order;
-the two are brought together here. `SurvivalModel` takes many small calls to teach, as many for eight steps as for one,
-and follows over about a thousand steps: so lessons wait, and nothing is taught but in `teach`, which `policy` calls off
-the path from a confidence to its decision. No slots here, no costs, no decisions. Letters in shapes: D sequences that
-decode in a step, d the draft length, n rows of a lesson.
+A step brings a sighting (what its drafter said, beside what was known of the same rows before) and its result, in either
+order; the two are brought together here. `SurvivalModel` takes many small calls to teach, as many for sixteen steps as
+for one, and follows over about a thousand steps: so lessons wait, many rows teach by a part of them, and nothing is
+taught but in `teach`, which `policy` calls off the path from a confidence to its decision. No slots here, no costs, no
+decisions. Letters in shapes: D sequences that decode in a step, d the draft length, n rows of a lesson.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.decide.confidence import Confidence
-from slipstream.decide.survival import SurvivalModel, survival_of
-from slipstream.plan import DraftReport, StepPlan, StepResult
+from slipstream.decide.pace import TURN
+from slipstream.decide.survival import SurvivalModel
+from slipstream.plan import StepPlan, StepResult
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
-STEPS = 8  # steps that are taught together
-ROWS = 512  # with so many rows the calls cost little beside the arithmetic, and waiting would only make one step long
+STEPS = 16  # steps that are taught together
+ROWS = 32  # of a step, at most: over a thousand steps that is plenty, and lessons of large batches cost no more
 EARLY = 64  # steps at the start that are taught one by one: until then each of them changes much
 MAX_UNPAIRED = 8  # steps whose report or result waits for the other half
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Sighting:
-    """A report with what was known of the same rows before it."""
+    """What was expected of a step's drafts, with what was known of the same rows before."""
 
     plan: StepPlan
-    report: DraftReport
-    lagged: Confidence
-    confidence_np: Floats | None = None  # [D, d] by the calibration of when it was taught
+    confidence_np: Floats  # [D, d]
+    survival_np: Floats  # [D, d]
+    lagged: Confidence  # survivals
 
     @property
     def length(self) -> int:
-        return int(self.report.signal_np.shape[1])
+        return int(self.confidence_np.shape[1])
+
+    @property
+    def rows(self) -> slice:
+        """Those that teach: of many every k-th, from the first on or a later one, by a rule that no rhythm of steps meets."""
+        every = max(1, -(-self.plan.num_decode // ROWS))
+        return slice(int(self.plan.step * TURN % 1.0 * every), self.plan.num_decode, every)
 
 
 Outcome: TypeAlias = tuple[Sighting, StepResult]
+Item = TypeVar("Item")
 
 
 class Lessons:
@@ -55,12 +62,10 @@ class Lessons:
         self._outcomes: list[Outcome] = []
         self._unpaired: dict[int, Sighting | StepResult] = {}
         self._num_waited = 0  # results since anything was taught
-        self._num_rows = 0
         self._num_taught = 0  # sightings
 
     def see(self, sighting: Sighting) -> None:
         self._sightings.append(sighting)
-        self._num_rows += sighting.plan.num_decode
         self._pair(sighting.plan.step, sighting)
 
     def hear(self, result: StepResult) -> None:
@@ -83,69 +88,66 @@ class Lessons:
         if not self._sightings and not self._outcomes:
             return
         self._num_waited += 1
-        if self._num_waited >= STEPS or self._num_rows >= ROWS or self._num_taught < EARLY:
+        if self._num_waited >= STEPS or self._num_taught < EARLY:
             self.teach(model)
 
     def teach(self, model: SurvivalModel) -> None:
         """Everything that waits, now."""
-        for same in _runs(self._sightings):
-            _teach_survivals(model, same)
+        for seen in _by_length(self._sightings, lambda sighting: sighting):
+            _teach_survivals(model, seen)
         self._num_taught += len(self._sightings)
         self._sightings.clear()
-        for outcomes in _runs_of_outcomes(self._outcomes):
+        for outcomes in _by_length(self._outcomes, lambda outcome: outcome[0]):
             _teach_outcomes(model, outcomes)
         self._outcomes.clear()
-        self._num_waited = self._num_rows = 0
+        self._num_waited = 0
 
 
-def _runs(sightings: "deque[Sighting]") -> list[list[Sighting]]:
-    """Neighbours of one draft length."""
-    return [list(run) for _, run in groupby(sightings, key=lambda sighting: sighting.length)]
-
-
-def _runs_of_outcomes(outcomes: list[Outcome]) -> list[list[Outcome]]:
-    """Neighbours of one draft length. A sighting that was dropped teaches nothing."""
-    taught = (outcome for outcome in outcomes if outcome[0].confidence_np is not None)
-    return [list(run) for _, run in groupby(taught, key=lambda outcome: outcome[0].length)]
+def _by_length(items: Iterable[Item], sighting: Callable[[Item], Sighting]) -> list[list[Item]]:
+    """Those of one draft length together."""
+    groups: dict[int, list[Item]] = {}
+    for item in items:
+        groups.setdefault(sighting(item).length, []).append(item)
+    return list(groups.values())
 
 
 def _teach_survivals(model: SurvivalModel, seen: list[Sighting]) -> None:
     """Prior and lag map."""
-    length, classes, starts = seen[0].length, _classes(seen), _starts(seen)
-    signals = [s.report.signal_np for s in seen] + [s.lagged.signal_np[:, :length] for s in seen]
-    confidence = model.confidence(np.concatenate(signals), np.concatenate([classes, classes]))
-    for sighting, first in zip(seen, starts.tolist(), strict=True):
-        sighting.confidence_np = confidence[first : first + sighting.plan.num_decode]
-    survival, count = survival_of(confidence), len(classes)
-    lengths = np.concatenate([s.lagged.lengths_np for s in seen])
-    model.teach_survival(survival[:count], survival[count:], lengths, classes, _teaches(seen), starts)
+    model.teach_survival(
+        np.concatenate([s.survival_np[s.rows] for s in seen]),
+        np.concatenate([s.lagged.values_np[s.rows, : s.length] for s in seen]),
+        np.concatenate([s.lagged.lengths_np[s.rows] for s in seen]),
+        _classes(seen),
+        _teaches(seen),
+        _starts(seen),
+    )
 
 
 def _teach_outcomes(model: SurvivalModel, outcomes: list[Outcome]) -> None:
-    """Calibration, by the confidences that the sightings were taught with."""
-    seen, results = [s for s, _ in outcomes], [(result, s.plan.num_decode) for s, result in outcomes]
+    """Calibration."""
+    seen = [s for s, _ in outcomes]
     model.teach_outcomes(
-        np.concatenate([s.confidence_np for s in seen if s.confidence_np is not None]),
-        np.concatenate([result.widths_np[:count] for result, count in results]),
-        np.concatenate([result.num_accepted_np[:count] for result, count in results]),
+        np.concatenate([s.confidence_np[s.rows] for s in seen]),
+        np.concatenate([result.widths_np[s.rows] for s, result in outcomes]),
+        np.concatenate([result.num_accepted_np[s.rows] for s, result in outcomes]),
         _classes(seen),
-        _teaches(seen) & ~np.concatenate([result.invalid_np[:count] for result, count in results]),
+        _teaches(seen) & ~np.concatenate([result.invalid_np[s.rows] for s, result in outcomes]),
         _starts(seen),
     )
 
 
 def _classes(seen: Sequence[Sighting]) -> Ints:
-    return np.concatenate([s.plan.sampled_np[: s.plan.num_decode] for s in seen]).astype(np.int64)
+    return np.concatenate([s.plan.sampled_np[s.rows] for s in seen]).astype(np.int64)
 
 
 def _teaches(seen: Sequence[Sighting]) -> Bools:
     """Where no draft may be verified, the drafter may be past its last position, and what it says is noise."""
-    caps = np.concatenate([s.plan.caps_np[: s.plan.num_decode] for s in seen])
-    teaches: Bools = np.concatenate([s.plan.teaches_np[: s.plan.num_decode] for s in seen]) & (caps > 0)
+    caps = np.concatenate([s.plan.caps_np[s.rows] for s in seen])
+    teaches: Bools = np.concatenate([s.plan.teaches_np[s.rows] for s in seen]) & (caps > 0)
     return teaches
 
 
 def _starts(seen: Sequence[Sighting]) -> Ints:
     """[steps] the first row of each."""
-    counts = [s.plan.num_decode for s in seen[:-1]]
+    counts = [len(s.plan.caps_np[s.rows]) for s in seen[:-1]]
     return np.add.accumulate(np.array([0, *counts], dtype=np.int64))

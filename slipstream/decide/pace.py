@@ -8,10 +8,10 @@ WARM_UP = 32  # rows that are drafted in full before anything is skipped: the pr
 SKIPS_BEFORE_PROBE = 16  # steps without a draft
 SHORTS_BEFORE_PROBE = 32  # steps with a shortened one: late positions are relearned now and then
 PROBE_SPACING = 4  # steps between two probes for a change of batch size, which may change in every step
-CHOICE_SPACING = 4  # steps for which a draft length is kept
+CHOICE_SPACING = 8  # steps for which a draft length is kept
 MUCH = 1 / 8  # of the drafts that may be verified: a change by more has the draft length chosen anew
 TIMED_EARLY = 64  # steps at the start that all correct the cost model
-TIMED_SHARE = 0.25  # of later ones
+TIMED_SHARE = 0.125  # of later ones
 TURN = 0.6180339887498949  # golden ratio: multiples, modulo 1, fall evenly, and into step with no rhythm of the steps
 
 

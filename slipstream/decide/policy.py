@@ -24,7 +24,7 @@ from slipstream.decide.cost import CostModel, TableCost
 from slipstream.decide.lessons import Lessons, Sighting
 from slipstream.decide.pace import DraftLengths, Timing
 from slipstream.decide.record import DecisionRecord
-from slipstream.decide.survival import Calibration, SurvivalModel
+from slipstream.decide.survival import Calibration, SurvivalModel, survival_of
 from slipstream.errors import ConfigError
 from slipstream.plan import Decision, DraftReport, StepPlan, StepResult
 
@@ -214,8 +214,8 @@ class Adaptive:
         expected, model = self._expected, self.survival
         if expected is None or not expected.plan.is_same_step(plan) or expected.version != model.version:
             lagged, classes = self.store.lookup(plan), _classes(plan)
-            survival = model.fresh(lagged.signal_np, classes)
-            if np.add.reduce(lagged.lengths_np) != self.num_drafts * np.count_nonzero(lagged.known_np):
+            survival = lagged.values_np
+            if not lagged.is_complete:
                 survival = model.extend(survival, lagged.lengths_np, classes)
             survival = self._with_prior(plan, model.predict(survival, classes), lagged.known_np, classes)
             unknown = _over_all(plan, ~(lagged.known_np | lagged.stale_np))
@@ -225,7 +225,7 @@ class Adaptive:
     def _see(self, plan: StepPlan) -> "_Expected":
         """What the draft of this very step says; nothing is unknown once its report was observed."""
         own, classes = self.store.own(plan), _classes(plan)
-        survival = self._with_prior(plan, self.survival.fresh(own.signal_np, classes), own.known_np, classes)
+        survival = self._with_prior(plan, own.values_np, own.known_np, classes)
         return _Expected.of(plan, survival, _over_all(plan, ~own.known_np), own, self.survival.version)
 
     def _with_prior(self, plan: StepPlan, survival: Floats, known: Bools, classes: Ints) -> Floats:
@@ -237,16 +237,19 @@ class Adaptive:
     # ------------------------------------------------------------------------------------------------------ learning
 
     def observe(self, plan: StepPlan, report: DraftReport) -> None:
-        """Only stores; teaching is left to `learn`, which is off the path from a draft to its decision.
+        """Makes survivals of what was said, for this decision or the next, and for lessons: they are made once.
 
-        So no decision depends on its own step through what is learned, either.
+        Teaching is left to `learn`, which is off the path from a draft to its decision. So no decision depends on its
+        own step through what is learned, either.
         """
         if report.signal_np.size == 0:
             return
         expected, self._expected = self._expected, None
         lagged = expected.confidence if expected and expected.plan.is_same_step(plan) else self.store.lookup(plan)
-        self.store.put(plan, report)
-        self._lessons.see(Sighting(plan, report, lagged))
+        confidence = self.survival.confidence(report.signal_np, _classes(plan))
+        survival = survival_of(confidence)
+        self.store.put(plan, survival)
+        self._lessons.see(Sighting(plan, confidence, survival, lagged))
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
         """Teaches every few steps, see `lessons`; early ones at once."""

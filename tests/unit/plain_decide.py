@@ -46,15 +46,15 @@ class Store:
     def __init__(self):
         self.rows = {}
 
-    def put(self, plan, report):
-        for i in range(plan.num_decode if report.signal_np.shape[1] else 0):
+    def put(self, plan, values):
+        for i in range(plan.num_decode if values.shape[1] else 0):
             slot, generation = int(plan.slots_np[i]), int(plan.generations_np[i])
             if generation >= self.rows.get(slot, (-1,))[0]:
                 steps = int(plan.decode_steps_np[i])
-                self.rows[slot] = (generation, int(plan.uids_np[i]), steps + 1, report.signal_np[i].copy())
+                self.rows[slot] = (generation, int(plan.uids_np[i]), steps + 1, values[i].copy())
 
     def read(self, plan, steps_later):
-        """[(known, stale, signal)] of the sequences that decode."""
+        """[(known, stale, values)] of the sequences that decode."""
         found = []
         for i in range(plan.num_decode):
             generation, uid, step, signal = self.rows.get(int(plan.slots_np[i]), (-1, -1, -1, None))
@@ -217,24 +217,25 @@ class Amortised:
     def expected(self, plan):
         """[D, S]"""
         found, labels = self.store.read(plan, 0), plan.sampled_np.astype(int)
-        signal, lengths = self._padded(found)
+        lagged, lengths = self._padded(found)
         known = np.array([known for known, _, _ in found])
-        survival = self.survival.extend(self.survival.fresh(signal, labels), lengths, labels)
+        survival = self.survival.extend(lagged, lengths, labels)
         return np.where(known[:, None], self.survival.predict(survival, labels), self.survival.prior(labels))
 
     def _padded(self, found):
-        signal = np.zeros((len(found), self.size), np.float32)
+        survival = np.zeros((len(found), self.size))
         lengths = np.array([len(values) if known else 0 for known, _, values in found])
         for i, (known, _, values) in enumerate(found):
-            signal[i, : lengths[i]] = values if known else ()
-        return signal, lengths
+            survival[i, : lengths[i]] = values if known else ()
+        return survival, lengths
 
     # when it learns
 
     def observe(self, plan, report):
         if report.signal_np.size:
-            sighting = {"plan": plan, "signal": report.signal_np, "lagged": self._padded(self.store.read(plan, 0))}
-            self.store.put(plan, report)
+            confidence = self.survival.confidence(report.signal_np, plan.sampled_np.astype(int))
+            sighting = {"plan": plan, "confidence": confidence, "lagged": self._padded(self.store.read(plan, 0))}
+            self.store.put(plan, np.cumprod(confidence, axis=1))
             self.sightings.append(sighting)
             self.reports[plan.step] = sighting
 
@@ -244,29 +245,29 @@ class Amortised:
         if not self.sightings and not self.outcomes:
             return
         self.num_waited += 1
-        num_rows = sum(s["plan"].num_decode for s in self.sightings)
-        if self.num_taught < lessons.EARLY or self.num_waited >= lessons.STEPS or num_rows >= lessons.ROWS:
+        if self.num_taught < lessons.EARLY or self.num_waited >= lessons.STEPS:
             self._teach()
 
     def _teach(self):
-        for run in runs(self.sightings, lambda s: s["signal"].shape[1]):
-            length = run[0]["signal"].shape[1]
-            labels, teaches, step_of = rows_of([s["plan"] for s in run])
-            fresh = self.survival.confidence(np.concatenate([s["signal"] for s in run]), labels)
-            lagged = np.concatenate([s["lagged"][0] for s in run])[:, :length]
-            for s, confidence in zip(run, np.split(fresh, np.flatnonzero(np.diff(step_of)) + 1), strict=True):
-                s["confidence"] = confidence
-            old, lengths = self.survival.fresh(lagged, labels), np.concatenate([s["lagged"][1] for s in run])
-            self.survival.teach_survival(np.cumprod(fresh, axis=1), old, lengths, labels, teaches, step_of)
-        for run in runs(self.outcomes, lambda o: o[0]["signal"].shape[1]):
-            labels, teaches, step_of = rows_of([s["plan"] for s, _ in run])
-            valid = ~np.concatenate([result.invalid_np for _, result in run])
-            self.survival.teach_outcomes(
-                np.concatenate([s["confidence"] for s, _ in run]),
-                np.concatenate([result.widths_np for _, result in run]),
-                np.concatenate([result.num_accepted_np for _, result in run]),
-                labels, teaches & valid, step_of,
-            )  # fmt: skip
+        for alike in by_length(self.sightings, lambda s: s):
+            labels, teaches, step_of = rows_of([s["plan"] for s in alike])
+            confidence, lagged, lengths = (
+                np.concatenate([value[taught(s["plan"])] for s in alike for value in [of(s)]])
+                for of in (lambda s: s["confidence"], lambda s: s["lagged"][0], lambda s: s["lagged"][1])
+            )
+            self.survival.teach_survival(np.cumprod(confidence, axis=1), lagged, lengths, labels, teaches, step_of)
+        for alike in by_length(self.outcomes, lambda o: o[0]):
+            labels, teaches, step_of = rows_of([s["plan"] for s, _ in alike])
+            confidence, widths, accepted, invalid = (
+                np.concatenate([value[taught(s["plan"])] for s, result in alike for value in [of(s, result)]])
+                for of in (
+                    lambda s, _: s["confidence"],
+                    lambda _, result: result.widths_np,
+                    lambda _, result: result.num_accepted_np,
+                    lambda _, result: result.invalid_np,
+                )
+            )
+            self.survival.teach_outcomes(confidence, widths, accepted, labels, teaches & ~invalid, step_of)
         self.num_taught += len(self.sightings)
         self.sightings, self.outcomes, self.num_waited = [], [], 0
 
@@ -322,19 +323,21 @@ class Amortised:
         return steps
 
 
-def runs(items, key):
-    """Neighbours of one key."""
-    found = []
-    for item in items:
-        if found and key(found[-1][0]) == key(item):
-            found[-1].append(item)
-        else:
-            found.append([item])
-    return found
+def by_length(items, sighting):
+    """Those of one draft length together, lengths in the order of their first."""
+    lengths = [sighting(item)["confidence"].shape[1] for item in items]
+    return [[i for i, n in zip(items, lengths, strict=True) if n == length] for length in dict.fromkeys(lengths)]
+
+
+def taught(plan):
+    """The rows that teach: all, or of more than `ROWS` every k-th."""
+    every = math.ceil(plan.num_decode / lessons.ROWS)
+    first = math.floor(math.modf(plan.step * pace.TURN)[0] * every)
+    return [i for i in range(plan.num_decode) if i % every == first]
 
 
 def rows_of(plans):
-    """Classes, whether they teach, and the number of the step, of the rows of some plans."""
-    labels = np.concatenate([plan.sampled_np for plan in plans]).astype(int)
-    teaches = np.concatenate([plan.teaches_np & (plan.caps_np > 0) for plan in plans])
-    return labels, teaches, np.concatenate([np.full(plan.num_decode, i) for i, plan in enumerate(plans)])
+    """Classes, whether they teach, and the number of the step, of the rows of some plans that teach."""
+    labels = np.concatenate([plan.sampled_np[taught(plan)] for plan in plans]).astype(int)
+    teaches = np.concatenate([(plan.teaches_np & (plan.caps_np > 0))[taught(plan)] for plan in plans])
+    return labels, teaches, np.concatenate([np.full(len(taught(plan)), i) for i, plan in enumerate(plans)])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from slipstream.decide.confidence import ConfidenceStore
-from slipstream.plan import DraftReport, StepPlan
+from slipstream.plan import StepPlan
 
 S = 4
 
@@ -35,20 +35,20 @@ def plan(step, slots, *, generations=None, uids=None, decode_steps=0, num_decode
     )
 
 
-def report(plan, value, length=S):
-    values = np.broadcast_to(np.asarray(value, dtype=np.float32)[..., None], (plan.num_decode, length))
-    return DraftReport(step=plan.step, signal_np=values)
+def values(plan, value, length=S):
+    return np.broadcast_to(np.asarray(value, dtype=np.float64)[..., None], (plan.num_decode, length))
 
 
 def test_a_row_is_known_to_the_next_decode_step_only():
     store = ConfidenceStore(S)
     first = plan(0, [3, 5], decode_steps=[0, 7])
     assert not store.lookup(first).known_np.any()
-    store.put(first, report(first, [0.2, 0.9]))
+    store.put(first, values(first, [0.2, 0.9]))
     after = store.lookup(plan(1, [5, 3], decode_steps=[8, 1]))
     assert after.known_np.tolist() == [True, True]
     assert after.lengths_np.tolist() == [S, S]
-    np.testing.assert_array_equal(after.signal_np[:, 0], np.float32([0.9, 0.2]))
+    assert after.is_complete
+    np.testing.assert_array_equal(after.values_np[:, 0], np.float64([0.9, 0.2]))
     assert not store.lookup(plan(2, [3, 5], decode_steps=[2, 9])).known_np.any()
     assert not store.lookup(first).known_np.any()
 
@@ -57,7 +57,7 @@ def test_own_sees_what_the_same_step_wrote():
     store = ConfidenceStore(S)
     now = plan(0, [0, 1], decode_steps=4)
     assert not store.own(now).known_np.any()
-    store.put(now, report(now, 0.5))
+    store.put(now, values(now, 0.5))
     assert store.own(now).known_np.all()
     assert not store.lookup(now).known_np.any()
 
@@ -67,33 +67,33 @@ def test_a_step_without_a_draft_invalidates(length):
     """Its decode step passed and nothing was written, or a report of no drafts was."""
     store = ConfidenceStore(S)
     first = plan(0, [0])
-    store.put(first, report(first, 0.5))
+    store.put(first, values(first, 0.5))
     if length is not None:
-        store.put(plan(1, [0], decode_steps=1), report(first, 0.5, length=0))
+        store.put(plan(1, [0], decode_steps=1), values(first, 0.5, length=0))
     assert not store.lookup(plan(2, [0], decode_steps=2)).known_np.any()
 
 
 def test_a_skipped_request_keeps_its_row():
     store = ConfidenceStore(S)
     both = plan(0, [0, 1])
-    store.put(both, report(both, [0.3, 0.6]))
+    store.put(both, values(both, [0.3, 0.6]))
     for step in (1, 2):
         alone = plan(step, [0], decode_steps=step)
-        store.put(alone, report(alone, 0.4))
+        store.put(alone, values(alone, 0.4))
     back = store.lookup(plan(3, [1], decode_steps=1))
     assert back.known_np.tolist() == [True]
-    assert back.signal_np[0, 0] == np.float32(0.6)
+    assert back.values_np[0, 0] == np.float64(0.6)
 
 
 def test_prefill_rows_of_the_plan_touch_nothing():
     store = ConfidenceStore(S)
     first = plan(0, [0])
-    store.put(first, report(first, 0.3))
+    store.put(first, values(first, 0.3))
     mixed = plan(1, [0, 1], decode_steps=[1, 0], num_decode=1)
     found = store.lookup(mixed)
     assert found.known_np.tolist() == [True]
-    assert found.signal_np.shape == (1, S)
-    store.put(mixed, report(mixed, 0.4))
+    assert found.values_np.shape == (1, S)
+    store.put(mixed, values(mixed, 0.4))
     assert not store.lookup(plan(2, [1])).known_np.any()
 
 
@@ -101,23 +101,23 @@ def test_fault_1_late_value_of_a_former_owner():
     """A ends with .01; B has the slot when A's last copy comes in, before or after B's own first one."""
     store = ConfidenceStore(S)
     of_a = plan(10, [0], generations=[1], uids=[100], decode_steps=[9])
-    store.put(of_a, report(of_a, 0.01))
+    store.put(of_a, values(of_a, 0.01))
     for_b = plan(11, [0], generations=[2], uids=[200], decode_steps=[0])
     assert not store.lookup(for_b).known_np.any()
     same_age = plan(11, [0], generations=[2], uids=[200], decode_steps=[10])
     assert not store.lookup(same_age).known_np.any()
-    store.put(for_b, report(for_b, 0.8))
+    store.put(for_b, values(for_b, 0.8))
     late = plan(11, [0], generations=[1], uids=[100], decode_steps=[10])
-    store.put(late, report(late, 0.01))
+    store.put(late, values(late, 0.01))
     found = store.lookup(plan(12, [0], generations=[2], uids=[200], decode_steps=[1]))
     assert found.known_np.tolist() == [True]
-    assert found.signal_np[0, 0] == np.float32(0.8)
+    assert found.values_np[0, 0] == np.float64(0.8)
 
 
 def test_siblings_and_resumed_requests_are_told_apart():
     store = ConfidenceStore(S)
     first = plan(0, [0, 1], uids=[7, 8])
-    store.put(first, report(first, 0.5))
+    store.put(first, values(first, 0.5))
     assert not store.lookup(plan(1, [0], uids=[8], decode_steps=1)).known_np.any()  # another request, same generation
     resumed = plan(1, [0], generations=[2], uids=[7], decode_steps=1)  # preempted and let in again, into the same slot
     assert not store.lookup(resumed).known_np.any()
@@ -126,18 +126,19 @@ def test_siblings_and_resumed_requests_are_told_apart():
 def test_a_short_draft_remembers_its_length():
     store = ConfidenceStore(S)
     first = plan(0, [0])
-    store.put(first, report(first, 0.9))
+    store.put(first, values(first, 0.9))
     second = plan(1, [0], decode_steps=1)
-    store.put(second, report(second, 0.5, length=2))
+    store.put(second, values(second, 0.5, length=2))
     found = store.lookup(plan(2, [0], decode_steps=2))
     assert found.lengths_np.tolist() == [2]
-    assert found.signal_np[0, :2].tolist() == [0.5, 0.5]
+    assert not found.is_complete
+    assert found.values_np[0, :2].tolist() == [0.5, 0.5]
 
 
 def test_the_store_grows_with_its_slots():
     store = ConfidenceStore(S)
     far = plan(0, [300])
-    store.put(far, report(far, 0.5))
+    store.put(far, values(far, 0.5))
     assert store.lookup(plan(1, [300], decode_steps=1)).known_np.all()
     assert not store.lookup(plan(1, [999, 2], decode_steps=1)).known_np.any()
 
@@ -145,15 +146,15 @@ def test_the_store_grows_with_its_slots():
 def test_an_empty_step():
     store = ConfidenceStore(S)
     empty = plan(0, [4], num_decode=0)
-    store.put(empty, report(empty, 0.5))
-    assert store.lookup(empty).signal_np.shape == (0, S)
+    store.put(empty, values(empty, 0.5))
+    assert store.lookup(empty).values_np.shape == (0, S)
 
 
 def test_what_was_looked_up_does_not_change_later():
     store = ConfidenceStore(S)
     first = plan(0, [0])
-    store.put(first, report(first, 0.5))
+    store.put(first, values(first, 0.5))
     second = plan(1, [0], decode_steps=1)
     found = store.lookup(second)
-    store.put(second, report(second, 0.9))
-    assert found.signal_np[0, 0] == np.float32(0.5)
+    store.put(second, values(second, 0.9))
+    assert found.values_np[0, 0] == np.float64(0.5)

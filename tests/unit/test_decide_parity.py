@@ -183,12 +183,12 @@ def test_the_store_equals_a_dict_by_slot():
             for i, (known, _, signal) in enumerate(wanted):
                 assert found.lengths_np[i] == (len(signal) if known else 0)
                 if known:
-                    assert found.signal_np[i, : len(signal)].tolist() == signal.tolist()
+                    assert found.values_np[i, : len(signal)].tolist() == signal.tolist()
         late = seen[int(rng.integers(max(0, len(seen) - 3), len(seen)))]
         length = int(rng.integers(0, 5))
-        report = DraftReport(step=late.step, signal_np=rng.random((late.num_decode, length)).astype(np.float32))
-        fast.put(late, report)
-        slow.put(late, report)
+        values = rng.random((late.num_decode, length))
+        fast.put(late, values)
+        slow.put(late, values)
 
 
 @pytest.mark.parametrize("cost", [COSTS[0], STAIRS])
