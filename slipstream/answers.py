@@ -5,6 +5,7 @@ are only screened: whether a token ends its request's answer, and what follows f
 """
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from slipstream.plan import Int32s, Int64s
 from slipstream.request import Request
@@ -19,10 +20,10 @@ class Answers:
         # A step's tokens are written whole, also behind the last one that is kept: the next step's cover those.
         length = max_model_len + max_drafts + 1
         self._token_ids = np.zeros(num_slots * length, np.int32)  # flat [slot, token]
-        self._accepted = np.zeros(num_slots * length, np.bool_)  # the token was an accepted draft
+        self._windows = sliding_window_view(self._token_ids, max_drafts + 1, writeable=True)  # [place, S + 1]
+        self._is_own = np.zeros(num_slots * length, np.bool_)  # the token was the target's own: it ends a step
         self._begins = np.arange(num_slots) * length
         self._ends = self._begins.copy()
-        self._offsets = np.arange(max_drafts + 1)
         self._leading = np.tri(max_drafts + 2, max_drafts + 1, -1, np.bool_)  # [count, offset]: offset < count
         self._num_stops = np.zeros(self.STOP_CLASSES, np.int32)  # stop ids of tenants, by class
         self.last_token_s = np.zeros(num_slots)
@@ -33,9 +34,10 @@ class Answers:
         self._count_stops(request, 1)
         request.attach(self)
 
-    def release(self, request: Request) -> None:
+    def release(self, slot: int, request: Request) -> None:
         """The request takes along what it gained."""
         request.detach()
+        self._is_own[self._begins[slot] : self._ends[slot] + self._windows.shape[1]] = False
         self._count_stops(request, -1)
 
     def token_ids_of(self, slot: int) -> list[int]:
@@ -43,7 +45,7 @@ class Answers:
         return token_ids
 
     def accepted_of(self, slot: int) -> list[bool]:
-        accepted: list[bool] = self._accepted[self._begins[slot] : self._ends[slot]].tolist()
+        accepted: list[bool] = (~self._is_own[self._begins[slot] : self._ends[slot]]).tolist()
         return accepted
 
     def last_token_s_of(self, slot: int) -> float:
@@ -60,10 +62,9 @@ class Answers:
 
     def write(self, slots: Int64s, token_ids: Int32s, num_accepted: Int32s, kept: Int32s) -> None:
         """Append the first kept [n] of token_ids [n, W + 1]; the first num_accepted [n] were drafts."""
-        ends, width = self._ends[slots], token_ids.shape[1]
-        places = ends[:, np.newaxis] + self._offsets[:width]
-        self._token_ids[places] = token_ids
-        self._accepted[places] = self._leading.take(num_accepted, axis=0)[:, :width]
+        ends = self._ends[slots]
+        self._windows[:, : token_ids.shape[1]][ends] = token_ids
+        self._is_own[ends + num_accepted] = True
         self._ends[slots] = ends + kept
 
     def _count_stops(self, request: Request, change: int) -> None:

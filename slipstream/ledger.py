@@ -86,7 +86,7 @@ class Ledger:
     def release(self, slot: int) -> None:
         """The tenant leaves with its tokens and counts; steps of it in flight are known by its generation."""
         request, self.tenants[slot] = self.tenants[slot], None
-        self.answers.release(request)
+        self.answers.release(slot, request)
         self._counts.move_into(request.counters, slot)
         self.generations[slot] += 1
         self.num_departures += 1
