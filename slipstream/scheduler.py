@@ -159,17 +159,25 @@ class Scheduler:
     def _reserve_decode(self, slots: Int64s, caps: Int32s) -> _Decode | None:
         """Pages for all rows, of those requests and with those caps that pages are there for. None: DRAIN."""
         beyond = self._rows_beyond_pages(slots, 1 + caps)
-        if not np.count_nonzero(beyond > 0):
+        growing = (beyond > 0).nonzero()[0]
+        if not len(growing):
             return slots, caps
-        missing = self._pages_for(np.maximum(beyond, 0))
-        if missing.sum() > self.pages.num_free:
-            going_on = self._preempt_for_one_row(slots)
-            if going_on is None:
-                return None
-            slots, caps = slots[going_on], caps[going_on]
-            self._reserve(slots, self._missing_pages(slots, 1))
-            caps, missing = self._within_free_pages(slots, caps)
-        self._reserve(slots, missing)
+        counts = self._pages_for(beyond[growing])
+        total = int(np.add.reduce(counts))
+        if total > self.pages.num_free:
+            return self._reserve_scarce(slots, caps)
+        self._table.append(slots[growing], counts, self.pages.take(total))
+        return slots, caps
+
+    def _reserve_scarce(self, slots: Int64s, caps: Int32s) -> _Decode | None:
+        """The same when there are not enough: one row for everybody, then drafts as far as pages last."""
+        going_on = self._preempt_for_one_row(slots)
+        if going_on is None:
+            return None
+        slots, caps = slots[going_on], caps[going_on]
+        self._reserve(slots, self._missing_pages(slots, 1))
+        caps, granted = self._within_free_pages(slots, caps)
+        self._reserve(slots, granted)
         return slots, caps
 
     def _preempt_for_one_row(self, slots: Int64s) -> Bools | None:
