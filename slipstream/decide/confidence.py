@@ -27,7 +27,7 @@ class Confidence:
     lengths_np: Ints  # [D] drafts that the row covers, the d of its step
     known_np: Bools  # [D]
     stale_np: Bools  # [D] the request's own, but older: no draft was made in its latest decode steps
-    is_complete: bool  # every row is known, over all S positions
+    same_length: int | None  # drafts that every row covers, if all are known and alike; None if not
 
 
 class ConfidenceStore:
@@ -85,9 +85,7 @@ class ConfidenceStore:
         now, then = plan.decode_steps_np[:num_decode], steps[steps_ago]
         known = own & (then == now)
         lengths, stale = length * known, own & (then < now)
-        return Confidence(
-            self._values_np.take(slots, axis=0), lengths, known, stale, bool((lengths == self.num_drafts).all())
-        )
+        return Confidence(self._values_np.take(slots, axis=0), lengths, known, stale, same_length=None)
 
     def _is_current(self, new: "_Newest") -> bool:
         """Whether no slot of it has a newer tenant."""
@@ -142,8 +140,8 @@ class _Newest:
         if length < num_drafts:
             values = np.zeros((num_decode, num_drafts))
             values[:, :length] = self.values_np
-        is_complete = length == num_drafts and np.count_nonzero(known) == num_decode
-        return Confidence(values, known * length, known, age > steps_ago, is_complete)
+        same_length = length if np.count_nonzero(known) == num_decode else None
+        return Confidence(values, known * length, known, age > steps_ago, same_length)
 
 
 def _rows_of(plan: StepPlan) -> bytes:

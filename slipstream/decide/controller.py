@@ -9,6 +9,7 @@ of the survivals of the drafts that are verified. Letters in shapes: B sequences
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -31,7 +32,7 @@ MARGIN = 1e-7  # relative; far above what rounding does to a rate
 SMALL = 1e-9  # a survival that a sum of tokens may not even notice
 FEW = 24  # candidates that a plain loop settles sooner than vectors do
 WIDE = 512  # candidates up to which many sums in one call are faster than fewer sums in more calls
-MANY = 256  # candidates from which a coarse order is made first
+MANY = 128  # candidates from which a coarse order is made first
 COARSE = 65535  # steps of the coarse order
 
 
@@ -158,7 +159,7 @@ class Candidates:
     @property
     def sequence_np(self) -> Ints:
         """[N]"""
-        return self.flat_np % max(self.shape[0], 1)
+        return _sequences(self.shape).take(self.flat_np)
 
     def gains(self, cost: StepCost, kv_np: Ints) -> Pairs:
         """[N] what each adds: tokens as the real part, its KV time in ms as the imaginary one.
@@ -168,8 +169,7 @@ class Candidates:
         gains = np.zeros(len(self.survival_np), dtype=np.complex128)
         gains.real = self.survival_np
         if cost.c2:
-            by_sequence = cost.c2 * kv_np.astype(np.float64)
-            gains.imag = by_sequence[None].repeat(self.shape[1], axis=0).reshape(-1).take(self.flat_np)
+            gains.imag = (cost.c2 * kv_np).take(self.sequence_np)
         return gains
 
     def taken(self, which_np: Bools) -> "Candidates":
@@ -183,23 +183,31 @@ class Candidates:
 
     def widths_of_first(self, count: int) -> Ints:
         # survivals do not rise along a row, so the first `count` always form prefixes
-        sequence = self.flat_np[:count] % max(self.shape[0], 1)
-        return np.bincount(sequence, minlength=self.shape[0]).astype(np.int64)
+        widths: Ints = np.bincount(_sequences(self.shape).take(self.flat_np[:count]), minlength=self.shape[0])
+        return widths
+
+
+@lru_cache(maxsize=64)
+def _sequences(shape: tuple[int, int]) -> Ints:
+    """[B * S] the sequence of every flat index."""
+    sequences = np.arange(shape[0] * shape[1]) % max(shape[0], 1)
+    sequences.flags.writeable = False
+    return sequences
 
 
 def rank_candidates(survival_np: Floats, caps_np: Ints) -> Candidates:
     """All drafts within the caps [B], of survivals [B, S]."""
     num_sequences, num_positions = survival_np.shape
-    values = np.ascontiguousarray(survival_np.T).reshape(-1)  # flat order is (position, sequence), as ties want it
-    least = int(np.minimum.reduce(caps_np, initial=num_positions))
-    if least >= min(int(np.maximum.reduce(caps_np, initial=0)), num_positions):  # all alike: nothing to pick
-        values = values[: least * num_sequences]
+    values = survival_np.T.reshape(-1)  # flat order is (position, sequence), as ties want it
+    cap = int(caps_np[0]) if num_sequences else 0
+    if not np.count_nonzero(caps_np != cap):  # all alike: nothing to pick
+        values = values[: max(cap, 0) * num_sequences]
         order = _descending(values)
-        return Candidates(values[order], order, survival_np.shape)
+        return Candidates(values.take(order), order, survival_np.shape)
     flat = np.flatnonzero(np.arange(num_positions)[:, None] < caps_np)
-    values = values[flat]
+    values = values.take(flat)
     order = _descending(values)
-    return Candidates(values[order], flat[order], survival_np.shape)
+    return Candidates(values.take(order), flat.take(order), survival_np.shape)
 
 
 def _descending(values: Floats) -> Ints:
@@ -210,8 +218,8 @@ def _descending(values: Floats) -> Ints:
     """
     if len(values) < MANY:
         return (-values).argsort(kind="stable")
-    order = (COARSE - COARSE * np.sqrt(values)).astype(np.uint16).argsort(kind="stable")
-    return order[(-values[order]).argsort(kind="stable")]
+    order = (COARSE - COARSE * values).astype(np.uint16).argsort(kind="stable")
+    return order.take((-values.take(order)).argsort(kind="stable"))
 
 
 def _full_width_of_unknown(problem: Problem) -> Ints:
@@ -222,9 +230,11 @@ def _full_width_of_unknown(problem: Problem) -> Ints:
 
 def _candidates(problem: Problem, base: Ints, order: Candidates | None) -> Candidates:
     """Candidates of the sequences that `base` does not decide already."""
+    if not np.count_nonzero(base):
+        return order or rank_candidates(problem.survival_np, problem.caps_np)
     if order is None:
         return rank_candidates(problem.survival_np, np.where(base > 0, 0, problem.caps_np))
-    return order.taken((base == 0)[order.sequence_np]) if np.count_nonzero(base) else order
+    return order.taken((base == 0)[order.sequence_np])
 
 
 def _accepted_in(problem: Problem, base: Ints) -> float:

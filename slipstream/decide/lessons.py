@@ -9,7 +9,7 @@ decisions. Letters in shapes: D sequences that decode in a step, d the draft len
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -30,7 +30,7 @@ EARLY = 64  # steps at the start that are taught one by one: until then each of 
 MAX_UNPAIRED = 8  # steps whose report or result waits for the other half
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Sighting:
     """What was expected of a step's drafts, with what was known of the same rows before."""
 
@@ -38,16 +38,19 @@ class Sighting:
     confidence_np: Floats  # [D, d]
     survival_np: Floats  # [D, d]
     lagged: Confidence  # survivals
+    rows: slice = field(init=False)  # those that teach
+    count: int = field(init=False)  # of them
+
+    def __post_init__(self) -> None:
+        """Of many rows every k-th teaches, from the first on or a later one, by a rule that no rhythm of steps meets."""
+        every = max(1, -(-self.plan.num_decode // ROWS))
+        first = int(self.plan.step * TURN % 1.0 * every)
+        self.rows = slice(first, self.plan.num_decode, every)
+        self.count = len(range(first, self.plan.num_decode, every))
 
     @property
     def length(self) -> int:
         return int(self.confidence_np.shape[1])
-
-    @property
-    def rows(self) -> slice:
-        """Those that teach: of many every k-th, from the first on or a later one, by a rule that no rhythm of steps meets."""
-        every = max(1, -(-self.plan.num_decode // ROWS))
-        return slice(int(self.plan.step * TURN % 1.0 * every), self.plan.num_decode, every)
 
 
 Outcome: TypeAlias = tuple[Sighting, StepResult]
@@ -149,5 +152,5 @@ def _teaches(seen: Sequence[Sighting]) -> Bools:
 
 def _starts(seen: Sequence[Sighting]) -> Ints:
     """[steps] the first row of each."""
-    counts = [len(s.plan.caps_np[s.rows]) for s in seen[:-1]]
+    counts = [s.count for s in seen[:-1]]
     return np.add.accumulate(np.array([0, *counts], dtype=np.int64))

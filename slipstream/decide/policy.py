@@ -24,7 +24,7 @@ from slipstream.decide.cost import CostModel, TableCost
 from slipstream.decide.lessons import Lessons, Sighting
 from slipstream.decide.pace import DraftLengths, Timing
 from slipstream.decide.record import DecisionRecord
-from slipstream.decide.survival import Calibration, SurvivalModel, survival_of
+from slipstream.decide.survival import ALL_GREEDY, Calibration, Classes, SurvivalModel, survival_of
 from slipstream.errors import ConfigError
 from slipstream.plan import Decision, DraftReport, StepPlan, StepResult
 
@@ -215,9 +215,9 @@ class Adaptive:
         if expected is None or not expected.plan.is_same_step(plan) or expected.version != model.version:
             lagged, classes = self.store.lookup(plan), _classes(plan)
             survival = lagged.values_np
-            if not lagged.is_complete:
-                survival = model.extend(survival, lagged.lengths_np, classes)
-            survival = self._with_prior(plan, model.predict(survival, classes), lagged.known_np, classes)
+            if lagged.same_length != self.num_drafts:
+                survival = model.extend(survival, lagged.same_length or lagged.lengths_np, classes)
+            survival = self._with_prior(plan, model.predict(survival, classes), lagged, classes)
             unknown = _over_all(plan, ~(lagged.known_np | lagged.stale_np))
             expected = self._expected = _Expected.of(plan, survival, unknown, lagged, model.version)
         return expected
@@ -225,13 +225,13 @@ class Adaptive:
     def _see(self, plan: StepPlan) -> "_Expected":
         """What the draft of this very step says; nothing is unknown once its report was observed."""
         own, classes = self.store.own(plan), _classes(plan)
-        survival = self._with_prior(plan, own.values_np, own.known_np, classes)
+        survival = self._with_prior(plan, own.values_np, own, classes)
         return _Expected.of(plan, survival, _over_all(plan, ~own.known_np), own, self.survival.version)
 
-    def _with_prior(self, plan: StepPlan, survival: Floats, known: Bools, classes: Ints) -> Floats:
+    def _with_prior(self, plan: StepPlan, survival: Floats, found: Confidence, classes: Classes) -> Floats:
         """[B, S], 0 in prefill."""
-        if np.count_nonzero(known) < len(known):
-            survival = np.where(known[:, None], survival, self.survival.prior(classes))
+        if found.same_length is None:
+            survival = np.where(found.known_np[:, None], survival, self.survival.prior(classes))
         return _over_all(plan, survival)
 
     # ------------------------------------------------------------------------------------------------------ learning
@@ -302,7 +302,7 @@ class _Expected:
         cls, plan: StepPlan, survival_np: Floats, unknown_np: Bools, confidence: Confidence, version: int
     ) -> "_Expected":
         kv, given = plan.context_upper_bound_np.astype(np.int64), plan.num_given_np.astype(np.int64)
-        return cls(plan, survival_np, unknown_np, confidence, version, kv, given, int(np.count_nonzero(plan.emits_np)))
+        return cls(plan, survival_np, unknown_np, confidence, version, kv, given, plan.num_emitting)
 
     def rank(self, caps_np: Ints) -> Candidates:
         ranked = controller.rank_candidates(self.survival_np, caps_np)
@@ -333,7 +333,10 @@ def _caps(plan: StepPlan) -> Ints:
     return caps
 
 
-def _classes(plan: StepPlan) -> Ints:
+def _classes(plan: StepPlan) -> Classes:
+    """Of the sequences that decode."""
+    if not plan.any_sampled:
+        return ALL_GREEDY
     return plan.sampled_np[: plan.num_decode].astype(np.int64)
 
 

@@ -26,8 +26,10 @@ Float32s: TypeAlias = NDArray[np.float32]
 Ints: TypeAlias = NDArray[np.int64]
 AnyInts: TypeAlias = NDArray[np.signedinteger[Any]]
 Bools: TypeAlias = NDArray[np.bool_]
+Classes: TypeAlias = "Ints | slice"  # [n] of the rows, or, where all are of one, its row in a table of two
 
 CLASSES = ("greedy", "sampled")
+ALL_GREEDY, ALL_SAMPLED = slice(0, 1), slice(1, 2)
 EDGE = 1e-6  # confidences are kept this far from 0 and 1 before the logit
 DECAY = 0.999  # per step: what was learned fades over about a thousand steps
 PRIOR_WEIGHT = 64.0  # observations that the prior of a shift or a slope counts for, for good
@@ -59,12 +61,14 @@ def _extremes(values_np: Floats) -> tuple[float, float]:
     return float(np.minimum.reduce(values_np, axis=None)), float(np.maximum.reduce(values_np, axis=None))
 
 
-def _rows_of(class_np: Ints) -> "slice | Ints":
+def _rows_of(class_np: Classes) -> Classes:
     """Index of a [2, d] table that gives [n or 1, d]: one row where all are of one class."""
+    if isinstance(class_np, slice):
+        return class_np
     num_sampled = int(np.add.reduce(class_np))
     if num_sampled == 0:
-        return slice(0, 1)
-    return slice(1, 2) if num_sampled == len(class_np) else class_np
+        return ALL_GREEDY
+    return ALL_SAMPLED if num_sampled == len(class_np) else class_np
 
 
 class SurvivalModel:
@@ -113,20 +117,19 @@ class SurvivalModel:
         """
         return self._calibration_np
 
-    def confidence(self, signal_np: Float32s, class_np: Ints) -> Floats:
+    def confidence(self, signal_np: Float32s, class_np: Classes) -> Floats:
         """[n, d] calibrated P(draft j accepted | drafts before j accepted). A raw value of 0 (or none) stays 0."""
         raw = clean(signal_np)
         length = raw.shape[1]
         if length <= self._first_moved:
             return raw
         rows = _rows_of(class_np)
-        calibrated = np.maximum(raw, EDGE)  # 1 / (1 + exp(-(logit * scale + shift))), in place
-        np.minimum(calibrated, 1 - EDGE, out=calibrated)
-        calibrated /= 1 - calibrated
+        kept = raw.clip(EDGE, 1 - EDGE)
+        calibrated = 1 - kept  # 1 / (1 + exp(-(logit * scale + shift))), in place
+        calibrated /= kept
         np.log(calibrated, out=calibrated)
         calibrated *= self._scale_np[rows, :length]
-        calibrated += self._shift_np[rows, :length]
-        np.negative(calibrated, out=calibrated)
+        calibrated -= self._shift_np[rows, :length]
         np.exp(calibrated, out=calibrated)
         calibrated += 1
         np.divide(1, calibrated, out=calibrated)
@@ -134,16 +137,24 @@ class SurvivalModel:
             calibrated[raw == 0.0] = 0.0
         return calibrated
 
-    def fresh(self, signal_np: Float32s, class_np: Ints) -> Floats:
+    def fresh(self, signal_np: Float32s, class_np: Classes) -> Floats:
         """[n, d] survival of the drafts that the signal speaks of."""
         return survival_of(self.confidence(signal_np, class_np))
 
-    def prior(self, class_np: Ints) -> Floats:
-        """[n, S] what is expected of a row about which nothing is known; not rising along the row."""
+    def prior(self, class_np: Classes) -> Floats:
+        """[n or 1, S] what is expected of a row about which nothing is known; not rising along the row."""
         return self._falling_prior_np[class_np]
 
-    def extend(self, survival_np: Floats, lengths_np: Ints, class_np: Ints) -> Floats:
-        """[n, S] the rows carried on beyond their lengths as the prior would: a_j = a_{j-1} * prior_j / prior_{j-1}."""
+    def extend(self, survival_np: Floats, lengths_np: "Ints | int", class_np: Classes) -> Floats:
+        """[n, S] the rows carried on beyond their lengths as the prior would: a_j = a_{j-1} * prior_j / prior_{j-1}.
+
+        Survivals are [n, S]. One length, above 0, may stand for all rows.
+        """
+        if isinstance(lengths_np, int):
+            extended = survival_np.copy()
+            onward = survival_of(self._prior_ratio_np[_rows_of(class_np), lengths_np:])
+            np.multiply(survival_np[:, lengths_np - 1 : lengths_np], onward, out=extended[:, lengths_np:])
+            return extended
         if (lengths_np == self.num_drafts).all():
             return survival_np
         covered = np.arange(self.num_drafts) < lengths_np[:, None]
@@ -152,7 +163,7 @@ class SurvivalModel:
         onward = last[:, None] * survival_of(np.where(covered, 1.0, self._prior_ratio_np[_rows_of(class_np)]))
         return np.where(covered, survival_np, onward)
 
-    def predict(self, lagged_np: Floats, class_np: Ints) -> Floats:
+    def predict(self, lagged_np: Floats, class_np: Classes) -> Floats:
         """[n, S] this step's survival, expected from the last step's: lag map, clip, running minimum."""
         if not self.learns:
             return np.minimum.accumulate(lagged_np, axis=1)
@@ -316,7 +327,7 @@ class _LagMap:
         mean_x, mean_y = (self._weight_np * self._mean_np + self._start_weight_np * self._start_np) / total
         return mean_x, mean_y
 
-    def apply(self, lagged_np: Floats, class_np: Ints) -> Floats:
+    def apply(self, lagged_np: Floats, class_np: Classes) -> Floats:
         rows = _rows_of(class_np)
         mapped: Floats = self._slope_np[rows] * lagged_np
         mapped += self._base_np[rows]

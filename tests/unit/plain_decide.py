@@ -111,8 +111,8 @@ class Survival:
         if not shift.any() and (scale == 1.0).all():
             return raw
         kept = np.clip(raw, constants.EDGE, 1 - constants.EDGE)
-        logit = np.log(kept / (1 - kept)) * scale[labels] + shift[labels]
-        return np.where(raw == 0.0, 0.0, 1 / (1 + np.exp(-logit)))
+        minus_logit = np.log((1 - kept) / kept) * scale[labels] - shift[labels]
+        return np.where(raw == 0.0, 0.0, 1 / (1 + np.exp(minus_logit)))
 
     def fresh(self, signal, labels):
         return np.cumprod(self.confidence(signal, labels), axis=1)
