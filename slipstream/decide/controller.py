@@ -90,8 +90,8 @@ def best_rate_by_length(
 ) -> dict[int, float]:
     """For each draft length, rising: the rate at its best budget, when every row is cut to that length."""
     curve = cost.curve(int(np.add.reduce(given_np)), len(candidates.survival_np) + 1)
-    base_ms = float(curve[0]) + _kv_ms(cost, given_np, kv_np)
-    ms_of_count = base_ms + (curve - curve[0])
+    ms_of_count = curve + _kv_ms(cost, given_np, kv_np)
+    base_ms = float(ms_of_count[0])
     gains = candidates.gains(cost, kv_np)
     best = _best_of_few if len(gains) <= FEW else _best_side_by_side if len(gains) <= WIDE else _best_in_turn
     # Candidates within a length are those of a flat index below a limit.
@@ -167,10 +167,23 @@ class Candidates:
         One pass over complex numbers sums both, strictly from left to right as a loop would, in the time of one.
         """
         gains = np.zeros(len(self.survival_np), dtype=np.complex128)
+        self._write_gains(gains, cost, kv_np)
+        return gains
+
+    def _write_gains(self, gains: Pairs, cost: StepCost, kv_np: Ints) -> None:
         gains.real = self.survival_np
         if cost.c2:
             gains.imag = (cost.c2 * kv_np).take(self.sequence_np)
-        return gains
+
+    def sums(self, cost: StepCost, kv_np: Ints, tokens: float, kv_ms: float) -> "tuple[Floats, Floats | float]":
+        """[N + 1] tokens and KV time with the first k of them, on top of what there is before."""
+        if not cost.c2:
+            return _running_sum(tokens, self.survival_np), kv_ms
+        sums = np.empty(len(self.survival_np) + 1, dtype=np.complex128)
+        sums[0] = complex(tokens, kv_ms)
+        self._write_gains(sums[1:], cost, kv_np)
+        np.add.accumulate(sums, out=sums)
+        return sums.real, sums.imag
 
     def taken(self, which_np: Bools) -> "Candidates":
         """Those that the mask [N] names, in the same order."""
@@ -266,14 +279,11 @@ def _rates(problem: Problem, base: Ints, candidates: Candidates, cost: StepCost 
     """[N + 1] expected tokens per ms when the first k candidates are verified on top of `base`."""
     cost = cost or problem.cost
     rows_np = problem.given_np + base
-    curve = cost.curve(int(np.add.reduce(rows_np)), len(candidates.survival_np) + 1)
-    base_ms = float(curve[0]) + _kv_ms(cost, rows_np, problem.kv_np)
-    sums = np.empty(len(curve), dtype=np.complex128)
-    sums[0] = _accepted_in(problem, base)
-    sums[1:] = candidates.gains(cost, problem.kv_np)
-    np.add.accumulate(sums, out=sums)
-    times = (base_ms + (curve - curve[0])) + sums.imag
-    rates: Floats = (problem.num_emitting + sums.real) / (max(problem.draft_ms, MIN_MS) + np.maximum(times, MIN_MS))
+    times = cost.curve(int(np.add.reduce(rows_np)), len(candidates.survival_np) + 1)
+    accepted, kv_ms = _accepted_in(problem, base), _kv_ms(cost, rows_np, problem.kv_np)
+    tokens, kv_times = candidates.sums(cost, problem.kv_np, accepted, kv_ms)
+    times = np.maximum(times + kv_times, MIN_MS)
+    rates: Floats = (problem.num_emitting + tokens) / (max(problem.draft_ms, MIN_MS) + times)
     return rates
 
 
@@ -324,14 +334,13 @@ def _first_of_few(problem: Problem, base: Ints) -> Ints:
     cost, candidates = problem.cost.hull() if hull else problem.cost, _few_in_order(problem, widths)
     rows_np = problem.given_np + base
     curve: list[float] = cost.curve(int(np.add.reduce(rows_np)), len(candidates) + 1).tolist()
-    base_ms, draft_ms = curve[0] + _kv_ms(cost, rows_np, problem.kv_np), max(problem.draft_ms, MIN_MS)
-    price = [cost.c2 * kv for kv in problem.kv_np.tolist()]
-    tokens, kv_ms, best, best_rate = _accepted_in(problem, base), 0.0, 0, 0.0
+    price, draft_ms = [cost.c2 * kv for kv in problem.kv_np.tolist()], max(problem.draft_ms, MIN_MS)
+    tokens, kv_ms, best, best_rate = _accepted_in(problem, base), _kv_ms(cost, rows_np, problem.kv_np), 0, 0.0
     for count, ms in enumerate(curve):
         if count:
             minus_survival, _, i = candidates[count - 1]
             tokens, kv_ms = tokens - minus_survival, kv_ms + price[i]
-        rate = (problem.num_emitting + tokens) / (draft_ms + max((base_ms + (ms - curve[0])) + kv_ms, MIN_MS))
+        rate = (problem.num_emitting + tokens) / (draft_ms + max(ms + kv_ms, MIN_MS))
         if count == 0 or rate > best_rate:
             best, best_rate = count, rate
         elif hull:

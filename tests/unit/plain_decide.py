@@ -27,6 +27,7 @@ def best_rate_by_length(survival, caps, kv, given, num_emitting, cost, draft_ms_
     values, positions, sequences = rank(survival, caps)
     base_ms = cost.step_ms(given, kv, np.zeros_like(caps))
     curve = cost.curve(int(given.sum()), len(values) + 1)
+    base_kv_ms = cost.kv_ms(float(given @ kv), float(kv.sum()))
     rates = {}
     for length, draft_ms in draft_ms_by_length.items():
         best = num_emitting / max(draft_ms + base_ms, MIN_MS)
@@ -34,7 +35,7 @@ def best_rate_by_length(survival, caps, kv, given, num_emitting, cost, draft_ms_
         for value, position, sequence in zip(values, positions, sequences, strict=True):
             if position < length:
                 tokens, kv_ms, count = tokens + value, kv_ms + cost.c2 * float(kv[sequence]), count + 1
-                ms = (base_ms + (curve[count] - curve[0])) + kv_ms
+                ms = (curve[count] + base_kv_ms) + kv_ms
                 best = max(best, (num_emitting + tokens) / max(draft_ms + ms, MIN_MS))
         rates[length] = float(best)
     return rates
