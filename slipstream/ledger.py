@@ -162,10 +162,11 @@ class _Counts:
     def add_to(self, counters: SpecCounters, slot: int) -> None:
         self._add_up()
         outcomes = self._of(slot)
-        accepted, whole = outcomes.sum(axis=0), np.diag(outcomes)
+        widths, accepted = np.add.reduce(outcomes, axis=1), np.add.reduce(outcomes, axis=0)
+        whole = outcomes.diagonal()
         # With the token after the accepted ones one draft more is reached, unless there was none left.
-        reached = whole + np.append(0, (accepted - whole)[:-1])
-        widths = outcomes.sum(axis=1)
+        reached = whole.copy()
+        reached[1:] += (accepted - whole)[:-1]
         counters.count_steps(int(self._drafted[slot]), widths.tolist(), reached.tolist(), accepted.tolist())
 
     def move_into(self, counters: SpecCounters, slot: int) -> None:

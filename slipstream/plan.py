@@ -73,7 +73,8 @@ class StepPlan:
         return self.step == other.step and self.slots_np is other.slots_np
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_given", int(np.add.reduce(self.num_given_np)))
+        chunks = self.num_given_np[self.num_decode :].tolist()
+        object.__setattr__(self, "num_given", self.num_decode + sum(chunks))
         object.__setattr__(self, "num_emitting", int(np.count_nonzero(self.emits_np)))
 
 
@@ -117,10 +118,11 @@ class StepResult:
     @classmethod
     def of(cls, step: int, verdict_np: Int32s) -> "StepResult":
         """From a verdict whose memory is written again later."""
+        verdict_np = verdict_np.copy()
         return cls(
             step=step,
-            widths_np=verdict_np[:, WIDTH].copy(),
-            num_accepted_np=verdict_np[:, NUM_ACCEPTED].copy(),
-            token_ids_np=verdict_np[:, NUM_VERDICT_COLUMNS:].copy(),
+            widths_np=verdict_np[:, WIDTH],
+            num_accepted_np=verdict_np[:, NUM_ACCEPTED],
+            token_ids_np=verdict_np[:, NUM_VERDICT_COLUMNS:],
             invalid_np=verdict_np[:, IS_INVALID] > 0,
         )

@@ -61,6 +61,7 @@ class Scheduler:
         self._table = PageTable(limits.max_num_seqs, pages.pages_for(limits.max_model_len), pages.page_size)
         self.flights: deque[InFlight] = deque()  # planned and not yet committed, oldest first
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._draft_context = limits.max_draft_context if limits.max_drafts else limits.max_model_len
         self._most_drafts = np.full(limits.max_num_seqs, limits.max_drafts, np.int32)
         self._ones = np.ones(limits.max_num_seqs, np.int32)
         self._trues = np.ones(limits.max_num_seqs, np.bool_)
@@ -143,17 +144,15 @@ class Scheduler:
     def _decode_rows(self) -> _Decode:
         """Who decodes, with as many drafts as may be verified; some must wait for a result first."""
         ledger, limits, slots = self.ledger, self.limits, self._decoding()
-        bound = ledger.context_upper_bound[slots]
-        furthest = np.minimum(ledger.full_context[slots], limits.max_draft_context)
-        if np.count_nonzero(bound + limits.max_drafts < furthest) == len(slots):  # no end is near
+        bound, full = ledger.context_upper_bound[slots], ledger.full_context[slots]
+        block_end = bound + limits.max_drafts
+        if np.count_nonzero(block_end < np.minimum(full, self._draft_context)) == len(slots):  # nothing ends nearby
             return slots, self._most_drafts[: len(slots)]
         room = limits.max_model_len - 2 - bound  # the last emitted token may stand at max_model_len - 1
-        wanted = ledger.full_context[slots] - ledger.context_lower_bound[slots] - 1  # one token is no draft
+        wanted = full - ledger.context_lower_bound[slots] - 1  # one token is no draft
         caps = np.minimum(np.minimum(room, wanted), limits.max_drafts)
         ready = caps >= 0
-        if limits.max_draft_context < limits.max_model_len + limits.max_drafts:
-            # A block is drafted whole or not at all.
-            caps = caps * (bound + limits.max_drafts < limits.max_draft_context)
+        caps = caps * (block_end < self._draft_context)  # a block is drafted whole or not at all
         return (slots, caps) if np.count_nonzero(ready) == len(slots) else (slots[ready], caps[ready])
 
     def _reserve_decode(self, slots: Int64s, caps: Int32s) -> _Decode | None:

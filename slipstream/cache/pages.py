@@ -62,16 +62,14 @@ class PageTable:
         self._num_pages = np.zeros(num_slots, np.int32)
         self._width = pages_per_slot
         self._pages = np.full(num_slots * pages_per_slot, NULL_PAGE, np.int32)  # flat, by slot and index
-        self._changed_from = np.zeros(num_slots, np.int32)  # entries [from, to) have changed since the last writes
-        self._changed_to = np.zeros(num_slots, np.int32)
+        self._num_right = np.zeros(num_slots, np.int32)  # leading entries that the device has as they are
+        self._num_told = np.zeros(num_slots, np.int32)  # entries that it has; some may have changed or be NULL_PAGE now
 
     def append(self, slots: Int64s, counts: Int32s, pages: list[int]) -> None:
         """Give `counts` [n] more pages to each of `slots` [n] (n > 0, no slot twice), from `pages` in that order."""
         start = self._num_pages[slots]
-        end = start + counts
         self._pages[self._places(slots, start, counts)] = pages
-        self._set_num_pages(slots, end)
-        self._changed_to[slots] = np.maximum(self._changed_to[slots], end)
+        self._set_num_pages(slots, start + counts)
 
     def cut(self, slots: Int64s, keep: Int32s) -> list[int]:
         """Leave each of `slots` [n] (n > 0, no slot twice) its first `keep` [n] pages, which it has; return the others."""
@@ -79,14 +77,14 @@ class PageTable:
         pages: list[int] = self._pages[places].tolist()
         self._pages[places] = NULL_PAGE  # it must not keep pointing at pages that others may own by then
         self._set_num_pages(slots, keep)
-        self._changed_from[slots] = np.minimum(self._changed_from[slots], keep)
+        self._num_right[slots] = np.minimum(self._num_right[slots], keep)
         return pages
 
     def clear(self, slot: int) -> list[int]:
         """Take everything from a slot, and forget what the device was to be told: an admission resets the entries."""
         pages = self.of(slot)
         self._pages[slot * self._width : slot * self._width + len(pages)] = NULL_PAGE
-        self._num_pages[slot] = self.capacity[slot] = self._changed_from[slot] = self._changed_to[slot] = 0
+        self._num_pages[slot] = self.capacity[slot] = self._num_right[slot] = self._num_told[slot] = 0
         return pages
 
     def of(self, slot: int) -> list[int]:
@@ -96,12 +94,12 @@ class PageTable:
 
     def take_writes(self) -> Int32s:
         """[n, 3] (slot, index, page): entries that have changed since the last call, each once."""
-        counts = self._changed_to - self._changed_from
+        counts = np.maximum(self._num_told, self._num_pages) - self._num_right
         slots = counts.nonzero()[0]
         if not len(slots):
             return _NO_WRITES
-        places = self._places(slots, self._changed_from[slots], counts[slots])
-        self._changed_from[:] = self._changed_to[:] = self._num_pages
+        places = self._places(slots, self._num_right[slots], counts[slots])
+        self._num_right[:] = self._num_told[:] = self._num_pages
         writes = np.empty((len(places), 3), np.int32)
         writes[:, 0], writes[:, 1] = np.divmod(places, self._width)
         writes[:, 2] = self._pages[places]
