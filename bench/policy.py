@@ -79,26 +79,27 @@ class Script:
         self._state = self._rng.normal(size=num_sequences)
         self._sampled = np.arange(num_sequences) % 2 == 1 if mixed else np.zeros(num_sequences, dtype=np.bool_)
         self._context = self._rng.integers(100, 500, num_sequences).astype(np.int32)
+        self._slots, self._ones = np.arange(num_sequences, dtype=np.int32), np.ones(num_sequences, dtype=np.int32)
+        self._uids, self._all = np.arange(num_sequences), np.ones(num_sequences, dtype=np.bool_)
 
     def plan(self, step: int) -> StepPlan:
-        count = len(self._state)
-        slots = np.arange(count, dtype=np.int32)
+        """With the arrays of the plan before where they are alike, as the scheduler's."""
         context = self._context + np.int32(step)
         return StepPlan(
             step=step,
-            num_decode=count,
+            num_decode=len(self._state),
             draft_length=self.num_drafts,
-            slots_np=slots,
-            generations_np=np.ones_like(slots),
-            uids_np=slots.astype(np.int64),
-            decode_steps_np=np.full_like(slots, step),
-            num_given_np=np.ones_like(slots),
-            emits_np=np.ones(count, dtype=np.bool_),
-            caps_np=np.full_like(slots, self.num_drafts),
+            slots_np=self._slots,
+            generations_np=self._ones,
+            uids_np=self._uids,
+            decode_steps_np=np.full_like(self._slots, step),
+            num_given_np=self._ones,
+            emits_np=self._all,
+            caps_np=np.full_like(self._slots, self.num_drafts),
             context_np=context,
             context_upper_bound_np=context,
             sampled_np=self._sampled,
-            teaches_np=np.ones(count, dtype=np.bool_),
+            teaches_np=self._all,
             admissions=(),
             page_writes_np=np.zeros((0, 3), dtype=np.int32),
             any_sampled=bool(self._sampled.any()),

@@ -52,11 +52,10 @@ class ConfidenceStore:
         assert length <= self.num_drafts, (length, self.num_drafts)
         if length == 0 or num_decode == 0:
             return
-        rows, newest = _rows_of(plan), self._newest
-        if newest is not None and newest.rows != rows:
+        newest, new = self._newest, _Newest(plan, values_np)
+        if newest is not None and not _same_rows(newest.plan, plan):
             self._write(newest)
             newest = None
-        new = _Newest(plan, values_np, rows)
         if newest is not None or self._is_current(new):
             self._newest = new
         else:
@@ -74,7 +73,7 @@ class ConfidenceStore:
     def _read(self, plan: StepPlan, steps_ago: int) -> Confidence:
         newest = self._newest
         if newest is not None:
-            if newest.plan.is_same_step(plan) or newest.rows == _rows_of(plan):
+            if _same_rows(newest.plan, plan):
                 return newest.read(plan, steps_ago, self.num_drafts)
             self._write(newest)
             self._newest = None
@@ -130,7 +129,6 @@ class _Newest:
 
     plan: StepPlan
     values_np: Floats  # [D, d]
-    rows: bytes  # of its plan, see `_rows_of`
 
     def read(self, plan: StepPlan, steps_ago: int, num_drafts: int) -> Confidence:
         """What is known to a plan of the same rows."""
@@ -144,7 +142,14 @@ class _Newest:
         return Confidence(values, known * length, known, age > steps_ago, same_length)
 
 
-def _rows_of(plan: StepPlan) -> bytes:
-    """Slots, generations and requests of the sequences that decode."""
-    count = plan.num_decode
-    return plan.slots_np[:count].tobytes() + plan.generations_np[:count].tobytes() + plan.uids_np[:count].tobytes()
+def _same_rows(a: StepPlan, b: StepPlan) -> bool:
+    """Whether the same requests decode, in the same tenancy of the same slots. Plans share arrays while that holds."""
+    count = a.num_decode
+    return count == b.num_decode and all(
+        x is y or np.array_equal(x[:count], y[:count])
+        for x, y in (
+            (a.slots_np, b.slots_np),
+            (a.generations_np, b.generations_np),
+            (a.uids_np, b.uids_np),
+        )
+    )

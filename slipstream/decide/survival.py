@@ -168,8 +168,7 @@ class SurvivalModel:
         if not self.learns:
             return np.minimum.accumulate(lagged_np, axis=1)
         mapped = self._lag.apply(lagged_np, class_np)
-        np.maximum(mapped, 0.0, out=mapped)
-        np.minimum(mapped, 1.0, out=mapped)
+        mapped.clip(0.0, 1.0, out=mapped)
         return np.minimum.accumulate(mapped, axis=1, out=mapped)
 
     # ----------------------------------------------------------------------------------------------------- learning
