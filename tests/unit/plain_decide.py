@@ -207,7 +207,7 @@ class Amortised:
     def __init__(self, num_drafts, cost):
         self.size, self.cost, self.store = num_drafts, cost, Store()
         self.survival = Survival(num_drafts, np.ones((2, num_drafts)))
-        self.sightings, self.outcomes, self.reports = [], [], {}  # reports by step, with the result still to come
+        self.outcomes, self.reports = [], {}  # reports by step, with the result still to come
         self.num_taught = self.num_waited = 0
         self.lengths = []  # (length, why, drafts allowed)
         self.decoded = []  # sequences that decode, by step
@@ -237,40 +237,35 @@ class Amortised:
             confidence = self.survival.confidence(report.signal_np, plan.sampled_np.astype(int))
             sighting = {"plan": plan, "confidence": confidence, "lagged": self._padded(self.store.read(plan, 0))}
             self.store.put(plan, np.cumprod(confidence, axis=1))
-            self.sightings.append(sighting)
             self.reports[plan.step] = sighting
 
     def learn(self, plan, result):
         if plan.step in self.reports:
             self.outcomes.append((self.reports.pop(plan.step), result))
-        if not self.sightings and not self.outcomes:
+        if not self.outcomes:
             return
         self.num_waited += 1
         if self.num_taught < lessons.EARLY or self.num_waited >= lessons.STEPS:
             self._teach()
 
     def _teach(self):
-        for alike in by_length(self.sightings, lambda s: s):
-            labels, teaches, step_of = rows_of([s["plan"] for s in alike])
-            confidence, lagged, lengths = (
-                np.concatenate([value[taught(s["plan"])] for s in alike for value in [of(s)]])
-                for of in (lambda s: s["confidence"], lambda s: s["lagged"][0], lambda s: s["lagged"][1])
-            )
-            self.survival.teach_survival(np.cumprod(confidence, axis=1), lagged, lengths, labels, teaches, step_of)
-        for alike in by_length(self.outcomes, lambda o: o[0]):
+        for alike in by_length(self.outcomes):
             labels, teaches, step_of = rows_of([s["plan"] for s, _ in alike])
-            confidence, widths, accepted, invalid = (
-                np.concatenate([value[taught(s["plan"])] for s, result in alike for value in [of(s, result)]])
+            confidence, lagged, lengths, widths, accepted, invalid = (
+                np.concatenate([of(s, result)[taught(s["plan"])] for s, result in alike])
                 for of in (
                     lambda s, _: s["confidence"],
+                    lambda s, _: s["lagged"][0],
+                    lambda s, _: s["lagged"][1],
                     lambda _, result: result.widths_np,
                     lambda _, result: result.num_accepted_np,
                     lambda _, result: result.invalid_np,
                 )
             )
+            self.survival.teach_survival(np.cumprod(confidence, axis=1), lagged, lengths, labels, teaches, step_of)
             self.survival.teach_outcomes(confidence, widths, accepted, labels, teaches & ~invalid, step_of)
-        self.num_taught += len(self.sightings)
-        self.sightings, self.outcomes, self.num_waited = [], [], 0
+        self.num_taught += len(self.outcomes)
+        self.outcomes, self.num_waited = [], 0
 
     # which draft length
 
@@ -324,10 +319,10 @@ class Amortised:
         return steps
 
 
-def by_length(items, sighting):
+def by_length(outcomes):
     """Those of one draft length together, lengths in the order of their first."""
-    lengths = [sighting(item)["confidence"].shape[1] for item in items]
-    return [[i for i, n in zip(items, lengths, strict=True) if n == length] for length in dict.fromkeys(lengths)]
+    lengths = [s["confidence"].shape[1] for s, _ in outcomes]
+    return [[o for o, n in zip(outcomes, lengths, strict=True) if n == length] for length in dict.fromkeys(lengths)]
 
 
 def taught(plan):

@@ -523,11 +523,10 @@ def test_what_waits_is_taught_though_drafting_has_stopped():
     drive, rows = Drive(policy), [Row(s, s) for s in range(8)]
     for _ in range(lessons.EARLY + 3):
         drive.step(rows, np.full((8, S), 0.6), accepts=lambda w: w)
-    assert policy._lessons._sightings
+    assert policy._lessons._outcomes
     drafts_only(policy, 0)
     for _ in range(lessons.STEPS):
         drive.step(rows, np.full((8, S), 0.6), accepts=lambda w: w)
-    assert not policy._lessons._sightings
     assert not policy._lessons._outcomes
 
 
@@ -557,7 +556,6 @@ def test_halves_that_never_meet_are_dropped():
         plan = plan_of(step, [Row(0, 1, decode_steps=step)])
         policy.observe(plan, report_of(plan, 0.5))
     assert len(policy._lessons._unpaired) <= lessons.MAX_UNPAIRED
-    assert len(policy._lessons._sightings) <= 2 * lessons.STEPS
 
 
 def test_calibration_reaches_decisions_and_the_device(tmp_path):
