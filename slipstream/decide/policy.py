@@ -205,19 +205,20 @@ class Adaptive:
         return Decision(widths_np=None, budget=decided.budget, caps_np=caps.astype(np.int32))
 
     def _expect(self, plan: StepPlan) -> "_Expected":
-        """What the last step says of this one, the prior where it says nothing.
+        """What the last step says of this one's `plan.draft_length` drafts, the prior where it says nothing.
 
         Nothing is known of a request that is new to its slot, and it verifies all. After steps without a draft nothing
         is known of anyone, yet the engine knows why it skipped: there the prior decides like any other survival, or a
         probing step would verify S drafts of every sequence just where that does not pay.
         """
         expected, model = self._expected, self.survival
-        if expected is None or not expected.plan.is_same_step(plan) or expected.version != model.version:
+        if expected is None or not expected.serves(plan, model.version):
             lagged, classes = self.store.lookup(plan), _classes(plan)
             survival = lagged.values_np
-            if lagged.same_length != self.num_drafts:
+            if lagged.same_length is None or lagged.same_length < plan.draft_length:
                 survival = model.extend(survival, lagged.same_length or lagged.lengths_np, classes)
-            survival = self._with_prior(plan, model.predict(survival, classes), lagged, classes)
+            survival = model.predict(survival[:, : plan.draft_length], classes)
+            survival = self._with_prior(plan, survival, lagged, classes)
             unknown = _over_all(plan, ~(lagged.known_np | lagged.stale_np))
             expected = self._expected = _Expected.of(plan, survival, unknown, lagged, model.version)
         return expected
@@ -225,13 +226,14 @@ class Adaptive:
     def _see(self, plan: StepPlan) -> "_Expected":
         """What the draft of this very step says; nothing is unknown once its report was observed."""
         own, classes = self.store.own(plan), _classes(plan)
-        survival = self._with_prior(plan, own.values_np, own, classes)
+        survival = self._with_prior(plan, own.values_np[:, : plan.draft_length], own, classes)
         return _Expected.of(plan, survival, _over_all(plan, ~own.known_np), own, self.survival.version)
 
     def _with_prior(self, plan: StepPlan, survival: Floats, found: Confidence, classes: Classes) -> Floats:
-        """[B, S], 0 in prefill."""
+        """[B, d], 0 in prefill."""
         if found.same_length is None:
-            survival = np.where(found.known_np[:, None], survival, self.survival.prior(classes))
+            prior = self.survival.prior(classes)[:, : plan.draft_length]
+            survival = np.where(found.known_np[:, None], survival, prior)
         return _over_all(plan, survival)
 
     # ------------------------------------------------------------------------------------------------------ learning
@@ -288,7 +290,7 @@ class _Expected:
     """Survivals that a plan is decided by, and what they were made of."""
 
     plan: StepPlan
-    survival_np: Floats  # [B, S]
+    survival_np: Floats  # [B, plan.draft_length]
     unknown_np: Bools  # [B]
     confidence: Confidence
     version: int  # of the survival model
@@ -303,6 +305,10 @@ class _Expected:
     ) -> "_Expected":
         kv, given = plan.context_upper_bound_np.astype(np.int64), plan.num_given_np.astype(np.int64)
         return cls(plan, survival_np, unknown_np, confidence, version, kv, given, plan.num_emitting)
+
+    def serves(self, plan: StepPlan, version: int) -> bool:
+        """Whether it is of the same step, of as many drafts at least, and by all that is known now."""
+        return self.plan.is_same_step(plan) and self.plan.draft_length >= plan.draft_length and self.version == version
 
     def rank(self, caps_np: Ints) -> Candidates:
         ranked = controller.rank_candidates(self.survival_np, caps_np)

@@ -164,7 +164,7 @@ class SurvivalModel:
         return np.where(covered, survival_np, onward)
 
     def predict(self, lagged_np: Floats, class_np: Classes) -> Floats:
-        """[n, S] this step's survival, expected from the last step's: lag map, clip, running minimum."""
+        """[n, d] this step's survival, expected from the last step's: lag map, clip, running minimum."""
         if not self.learns:
             return np.minimum.accumulate(lagged_np, axis=1)
         mapped = self._lag.apply(lagged_np, class_np)
@@ -327,9 +327,9 @@ class _LagMap:
         return mean_x, mean_y
 
     def apply(self, lagged_np: Floats, class_np: Classes) -> Floats:
-        rows = _rows_of(class_np)
-        mapped: Floats = self._slope_np[rows] * lagged_np
-        mapped += self._base_np[rows]
+        rows, length = _rows_of(class_np), lagged_np.shape[1]
+        mapped: Floats = self._slope_np[rows, :length] * lagged_np
+        mapped += self._base_np[rows, :length]
         return mapped
 
     def teach(self, label: int, lagged_np: Floats, fresh_np: Floats, pairs_np: Bools, num_steps: "int | Ints") -> None:
