@@ -60,22 +60,21 @@ class PageTable:
         self.page_size = page_size
         self.capacity = np.zeros(num_slots, np.int32)  # tokens; num_pages * page_size
         self._num_pages = np.zeros(num_slots, np.int32)
-        self._width = pages_per_slot
-        self._pages = np.full(num_slots * pages_per_slot, NULL_PAGE, np.int32)  # flat, by slot and index
+        self._pages = np.full((num_slots, pages_per_slot), NULL_PAGE, np.int32)
         self._num_right = np.zeros(num_slots, np.int32)  # leading entries that the device has as they are
         self._num_told = np.zeros(num_slots, np.int32)  # entries that it has; some may have changed or be NULL_PAGE now
 
     def append(self, slots: Int64s, counts: Int32s, pages: list[int]) -> None:
         """Give `counts` [n] more pages to each of `slots` [n] (n > 0, no slot twice), from `pages` in that order."""
         start = self._num_pages[slots]
-        self._pages[self._places(slots, start, counts)] = pages
+        self._pages[_entries(slots, start, counts)] = pages
         self._set_num_pages(slots, start + counts)
 
     def cut(self, slots: Int64s, keep: Int32s) -> list[int]:
         """Leave each of `slots` [n] (n > 0, no slot twice) its first `keep` [n] pages, which it has; return the others."""
-        places = self._places(slots, keep, self._num_pages[slots] - keep)
-        pages: list[int] = self._pages[places].tolist()
-        self._pages[places] = NULL_PAGE  # it must not keep pointing at pages that others may own by then
+        entries = _entries(slots, keep, self._num_pages[slots] - keep)
+        pages: list[int] = self._pages[entries].tolist()
+        self._pages[entries] = NULL_PAGE  # it must not keep pointing at pages that others may own by then
         self._set_num_pages(slots, keep)
         self._num_right[slots] = np.minimum(self._num_right[slots], keep)
         return pages
@@ -83,13 +82,12 @@ class PageTable:
     def clear(self, slot: int) -> list[int]:
         """Take everything from a slot, and forget what the device was to be told: an admission resets the entries."""
         pages = self.of(slot)
-        self._pages[slot * self._width : slot * self._width + len(pages)] = NULL_PAGE
+        self._pages[slot, : len(pages)] = NULL_PAGE
         self._num_pages[slot] = self.capacity[slot] = self._num_right[slot] = self._num_told[slot] = 0
         return pages
 
     def of(self, slot: int) -> list[int]:
-        first = slot * self._width
-        pages: list[int] = self._pages[first : first + int(self._num_pages[slot])].tolist()
+        pages: list[int] = self._pages[slot, : self._num_pages[slot]].tolist()
         return pages
 
     def take_writes(self) -> Int32s:
@@ -98,21 +96,20 @@ class PageTable:
         slots = counts.nonzero()[0]
         if not len(slots):
             return _NO_WRITES
-        places = self._places(slots, self._num_right[slots], counts[slots])
+        owners, index = _entries(slots, self._num_right[slots], counts[slots])
         self._num_right[:] = self._num_told[:] = self._num_pages
-        writes = np.empty((len(places), 3), np.int32)
-        writes[:, 0], writes[:, 1] = np.divmod(places, self._width)
-        writes[:, 2] = self._pages[places]
+        writes = np.empty((len(owners), 3), np.int32)
+        writes[:, 0], writes[:, 1], writes[:, 2] = owners, index, self._pages[owners, index]
         return writes
 
     def _set_num_pages(self, slots: Int64s, num_pages: Int32s) -> None:
         self._num_pages[slots] = num_pages
         self.capacity[slots] = num_pages * self.page_size
 
-    def _places(self, slots: Int64s, start: Int32s, counts: Int32s) -> Int64s:
-        """Entries [start, start + count) of each of the slots, in turn."""
-        places: Int64s = slots * self._width + start
-        if np.count_nonzero(counts > 1):
-            ends = counts.cumsum()
-            places = (places - ends + counts).repeat(counts) + np.arange(ends[-1])
-        return places
+
+def _entries(slots: Int64s, start: Int32s, counts: Int32s) -> tuple[Int64s, Int32s | Int64s]:
+    """Entries [start, start + count) of each of the slots, in turn: slots, and indices in their page tables."""
+    if not np.count_nonzero(counts > 1):  # one of each
+        return slots, start
+    ends = counts.cumsum()
+    return slots.repeat(counts), (start - ends + counts).repeat(counts) + np.arange(ends[-1])
