@@ -149,7 +149,8 @@ class _Counts:
     def __init__(self, num_slots: int, max_drafts: int) -> None:
         self._base = max_drafts + 1
         self._drafted = np.zeros(num_slots, np.int64)
-        self._outcomes = np.zeros(num_slots * self._base**2, np.int64)  # flat [slot, width, accepted]: how many steps
+        # How many steps: [slot, width, accepted].
+        self._outcomes = np.zeros((num_slots, self._base, self._base), np.int64)
         self._later: list[tuple[Int64s, int, Int32s, Int32s]] = []  # slots, drafted, widths, accepted
         self._num_rows = 0  # in those
 
@@ -161,7 +162,7 @@ class _Counts:
 
     def add_to(self, counters: SpecCounters, slot: int) -> None:
         self._add_up()
-        outcomes = self._of(slot)
+        outcomes = self._outcomes[slot]
         widths, accepted = np.add.reduce(outcomes, axis=1), np.add.reduce(outcomes, axis=0)
         whole = outcomes.diagonal()
         # With the token after the accepted ones one draft more is reached, unless there was none left.
@@ -172,7 +173,7 @@ class _Counts:
     def move_into(self, counters: SpecCounters, slot: int) -> None:
         self.add_to(counters, slot)
         self._drafted[slot] = 0
-        self._of(slot)[:] = 0
+        self._outcomes[slot] = 0
 
     def _add_up(self) -> None:
         if not self._later:
@@ -183,9 +184,4 @@ class _Counts:
         self._num_rows = 0
         assert ((accepted >= 0) & (accepted <= widths) & (widths <= drafted)).all(), (drafted, widths, accepted)
         np.add.at(self._drafted, slots, drafted)
-        np.add.at(self._outcomes, slots * self._base**2 + (widths * self._base + accepted), 1)
-
-    def _of(self, slot: int) -> Int64s:
-        """[S + 1, S + 1] by width and accepted, a view."""
-        outcomes: Int64s = self._outcomes.reshape(-1, self._base, self._base)[slot]
-        return outcomes
+        np.add.at(self._outcomes.reshape(-1), slots * self._base**2 + (widths * self._base + accepted), 1)

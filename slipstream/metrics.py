@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 
@@ -10,15 +11,10 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def _at_least(histogram: Sequence[int]) -> Counter[int]:
+def _at_least(histogram: Sequence[int]) -> dict[int, int]:
     """j = 1.. -> how many were j or more; zeros are left out."""
-    found: Counter[int] = Counter()
-    total = 0
-    for j in range(len(histogram) - 1, 0, -1):
-        total += histogram[j]
-        if total:
-            found[j] = total
-    return found
+    totals = accumulate(reversed(histogram[1:]))
+    return {j: total for j, total in zip(range(len(histogram) - 1, 0, -1), totals, strict=True) if total}
 
 
 @dataclass(slots=True)
@@ -56,11 +52,12 @@ class SpecCounters:
     def count_steps(self, drafted: int, widths: Sequence[int], reached: Sequence[int], accepted: Sequence[int]) -> None:
         """Many decode steps in which every token was kept: drafts in all, and histograms over 0..S of the steps."""
         steps, verified_at, accepted_at = sum(widths), _at_least(widths), _at_least(accepted)
+        num_accepted = sum(accepted_at.values())
         self.steps += steps
         self.drafted += drafted
-        self.verified += verified_at.total()
-        self.accepted += accepted_at.total()
-        self.emitted += steps + accepted_at.total()
+        self.verified += sum(verified_at.values())
+        self.accepted += num_accepted
+        self.emitted += steps + num_accepted
         self.width_histogram.update({width: count for width, count in enumerate(widths) if count})
         self.verified_at.update(verified_at)
         self.reached_at.update(_at_least(reached))
