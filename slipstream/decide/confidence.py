@@ -145,11 +145,12 @@ class _Newest:
 def _same_rows(a: StepPlan, b: StepPlan) -> bool:
     """Whether the same requests decode, in the same tenancy of the same slots. Plans share arrays while that holds."""
     count = a.num_decode
-    return count == b.num_decode and all(
-        x is y or np.array_equal(x[:count], y[:count])
-        for x, y in (
-            (a.slots_np, b.slots_np),
-            (a.generations_np, b.generations_np),
-            (a.uids_np, b.uids_np),
-        )
+    if count != b.num_decode:
+        return False
+    if a.slots_np is b.slots_np and a.generations_np is b.generations_np and a.uids_np is b.uids_np:
+        return True
+    return (
+        np.array_equal(a.slots_np[:count], b.slots_np[:count])
+        and np.array_equal(a.generations_np[:count], b.generations_np[:count])
+        and np.array_equal(a.uids_np[:count], b.uids_np[:count])
     )

@@ -10,7 +10,7 @@ of the survivals of the drafts that are verified. Letters in shapes: B sequences
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from slipstream.decide.cost import LinearCost, StepCost, TableCost
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
+AnyInts: TypeAlias = NDArray[np.signedinteger[Any]]
 Bools: TypeAlias = NDArray[np.bool_]
 Pairs: TypeAlias = NDArray[np.complex128]  # two sums that run side by side
 
@@ -33,7 +34,7 @@ SMALL = 1e-9  # a survival that a sum of tokens may not even notice
 FEW = 24  # candidates that a plain loop settles sooner than vectors do
 WIDE = 512  # candidates up to which many sums in one call are faster than fewer sums in more calls
 MANY = 128  # candidates from which a coarse order is made first
-COARSE = 65535  # steps of the coarse order
+COARSE = 32767  # steps of the coarse order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,9 +44,9 @@ class Problem:
     rule: Rule
     survival_np: Floats  # [B, S] P(drafts 1..j all accepted); rows of unknown sequences hold the prior
     unknown_np: Bools  # [B]
-    caps_np: Ints  # [B] most drafts per sequence; 0 in prefill
+    caps_np: AnyInts  # [B] most drafts per sequence; 0 in prefill
     kv_np: Ints  # [B] context length that a row of the sequence attends to
-    given_np: Ints  # [B] rows that are certain
+    given_np: AnyInts  # [B] rows that are certain
     num_emitting: int  # sequences that emit a token in this step
     cost: StepCost
     draft_ms: float
@@ -75,7 +76,7 @@ def decide_budget(problem: Problem, order: "Candidates | None" = None) -> int:
     return int(_rates(problem, base, order or rank_candidates(problem.survival_np, problem.caps_np)).argmax())
 
 
-def widths_of_largest(survival_np: Floats, caps_np: Ints, budget: int) -> Ints:
+def widths_of_largest(survival_np: Floats, caps_np: AnyInts, budget: int) -> Ints:
     """[B] the widths that hand `budget` drafts to the largest survivals; ties go by (position, sequence)."""
     return rank_candidates(survival_np, caps_np).widths_of_first(budget)
 
@@ -83,7 +84,7 @@ def widths_of_largest(survival_np: Floats, caps_np: Ints, budget: int) -> Ints:
 def best_rate_by_length(
     candidates: "Candidates",  # of the longest length
     kv_np: Ints,
-    given_np: Ints,
+    given_np: AnyInts,
     num_emitting: int,
     cost: StepCost,
     draft_ms_by_length: dict[int, float],
@@ -208,7 +209,7 @@ def _sequences(shape: tuple[int, int]) -> Ints:
     return sequences
 
 
-def rank_candidates(survival_np: Floats, caps_np: Ints) -> Candidates:
+def rank_candidates(survival_np: Floats, caps_np: AnyInts) -> Candidates:
     """All drafts within the caps [B], of survivals [B, S]."""
     num_sequences, num_positions = survival_np.shape
     values = survival_np.T.reshape(-1)  # flat order is (position, sequence), as ties want it
@@ -231,7 +232,7 @@ def _descending(values: Floats) -> Ints:
     """
     if len(values) < MANY:
         return (-values).argsort(kind="stable")
-    order = (COARSE - COARSE * values).astype(np.uint16).argsort(kind="stable")
+    order = (-COARSE * values).astype(np.int16).argsort(kind="stable")
     return order.take((-values.take(order)).argsort(kind="stable"))
 
 
@@ -269,7 +270,7 @@ def _running_sum(start: float, terms: Floats) -> Floats:
 # --------------------------------------------------------------------------------------------------------------- rules
 
 
-def _kv_ms(cost: StepCost, rows_np: Ints, kv_np: Ints) -> float:
+def _kv_ms(cost: StepCost, rows_np: AnyInts, kv_np: Ints) -> float:
     if not (cost.c2 or cost.c3):
         return 0.0
     return cost.kv_ms(float(rows_np @ kv_np), float(np.add.reduce(kv_np)))
@@ -280,10 +281,9 @@ def _rates(problem: Problem, base: Ints, candidates: Candidates, cost: StepCost 
     cost = cost or problem.cost
     rows_np = problem.given_np + base
     times = cost.curve(int(np.add.reduce(rows_np)), len(candidates.survival_np) + 1)
-    accepted, kv_ms = _accepted_in(problem, base), _kv_ms(cost, rows_np, problem.kv_np)
-    tokens, kv_times = candidates.sums(cost, problem.kv_np, accepted, kv_ms)
-    times = np.maximum(times + kv_times, MIN_MS)
-    rates: Floats = (problem.num_emitting + tokens) / (max(problem.draft_ms, MIN_MS) + times)
+    tokens, kv_ms = problem.num_emitting + _accepted_in(problem, base), _kv_ms(cost, rows_np, problem.kv_np)
+    sums, kv_times = candidates.sums(cost, problem.kv_np, tokens, kv_ms)
+    rates: Floats = sums / (max(problem.draft_ms, MIN_MS) + np.maximum(times + kv_times, MIN_MS))
     return rates
 
 
@@ -335,12 +335,13 @@ def _first_of_few(problem: Problem, base: Ints) -> Ints:
     rows_np = problem.given_np + base
     curve: list[float] = cost.curve(int(np.add.reduce(rows_np)), len(candidates) + 1).tolist()
     price, draft_ms = [cost.c2 * kv for kv in problem.kv_np.tolist()], max(problem.draft_ms, MIN_MS)
-    tokens, kv_ms, best, best_rate = _accepted_in(problem, base), _kv_ms(cost, rows_np, problem.kv_np), 0, 0.0
+    tokens, kv_ms = problem.num_emitting + _accepted_in(problem, base), _kv_ms(cost, rows_np, problem.kv_np)
+    best, best_rate = 0, 0.0
     for count, ms in enumerate(curve):
         if count:
             minus_survival, _, i = candidates[count - 1]
             tokens, kv_ms = tokens - minus_survival, kv_ms + price[i]
-        rate = (problem.num_emitting + tokens) / (draft_ms + max(ms + kv_ms, MIN_MS))
+        rate = tokens / (draft_ms + max(ms + kv_ms, MIN_MS))
         if count == 0 or rate > best_rate:
             best, best_rate = count, rate
         elif hull:

@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from slipstream.config import Signal, SpeculativeConfig
 from slipstream.decide import controller, record
 from slipstream.decide.confidence import Confidence, ConfidenceStore
-from slipstream.decide.controller import Candidates, Problem
+from slipstream.decide.controller import AnyInts, Candidates, Problem
 from slipstream.decide.cost import CostModel, TableCost
 from slipstream.decide.lessons import Lessons, Sighting
 from slipstream.decide.pace import DraftLengths, Timing
 from slipstream.decide.record import DecisionRecord
 from slipstream.decide.survival import ALL_GREEDY, Calibration, Classes, SurvivalModel, survival_of
 from slipstream.errors import ConfigError
-from slipstream.plan import Decision, DraftReport, StepPlan, StepResult
+from slipstream.plan import Decision, DraftReport, Int32s, StepPlan, StepResult
 
 Floats: TypeAlias = NDArray[np.float64]
 Float32s: TypeAlias = NDArray[np.float32]
@@ -94,7 +94,7 @@ class FullWidth:
         pass
 
     def decide(self, plan: StepPlan) -> Decision:
-        return _widths(_caps(plan))
+        return _in_full(_caps(plan))
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
         pass
@@ -162,7 +162,7 @@ class Adaptive:
         """The size with the best expected rate, each at its own best budget, as far as the last step lets one see."""
         expected = self._expect(plan)
         rates = controller.best_rate_by_length(
-            expected.rank(np.minimum(plan.caps_np, np.int64(self.num_drafts))),
+            expected.rank(np.minimum(plan.caps_np, np.int32(self.num_drafts))),
             expected.kv_np,
             expected.given_np,
             expected.num_emitting,
@@ -174,9 +174,9 @@ class Adaptive:
     def decide(self, plan: StepPlan) -> Decision:
         caps = _caps(plan)
         if self.cost is None:
-            return _widths(caps, NO_COST_MODEL)
+            return _in_full(caps, NO_COST_MODEL)
         if not np.count_nonzero(caps):
-            return _widths(caps)
+            return _in_full(caps)
         fresh = self._waits_for == "fresh"
         expected = self._see(plan) if fresh else self._expect(plan)
         step_cost = self.cost.step
@@ -201,8 +201,8 @@ class Adaptive:
         if self._on_record:
             self._on_record(decided)
         if decided.widths_np is not None:
-            return _widths(decided.widths_np, caps=caps)
-        return Decision(widths_np=None, budget=decided.budget, caps_np=caps.astype(np.int32))
+            return Decision(widths_np=decided.widths_np.astype(np.int32), budget=None, caps_np=caps)
+        return Decision(widths_np=None, budget=decided.budget, caps_np=caps)
 
     def _expect(self, plan: StepPlan) -> "_Expected":
         """What the last step says of this one's `plan.draft_length` drafts, the prior where it says nothing.
@@ -295,27 +295,27 @@ class _Expected:
     confidence: Confidence
     version: int  # of the survival model
     kv_np: Ints  # [B]
-    given_np: Ints  # [B]
+    given_np: AnyInts  # [B]
     num_emitting: int
-    _ranked: tuple[Ints, Candidates] | None = None  # with the caps [B] that they were ranked within
+    _ranked: tuple[AnyInts, Candidates] | None = None  # with the caps [B] that they were ranked within
 
     @classmethod
     def of(
         cls, plan: StepPlan, survival_np: Floats, unknown_np: Bools, confidence: Confidence, version: int
     ) -> "_Expected":
-        kv, given = plan.context_upper_bound_np.astype(np.int64), plan.num_given_np.astype(np.int64)
-        return cls(plan, survival_np, unknown_np, confidence, version, kv, given, plan.num_emitting)
+        kv = plan.context_upper_bound_np.astype(np.int64)
+        return cls(plan, survival_np, unknown_np, confidence, version, kv, plan.num_given_np, plan.num_emitting)
 
     def serves(self, plan: StepPlan, version: int) -> bool:
         """Whether it is of the same step, of as many drafts at least, and by all that is known now."""
         return self.plan.is_same_step(plan) and self.plan.draft_length >= plan.draft_length and self.version == version
 
-    def rank(self, caps_np: Ints) -> Candidates:
+    def rank(self, caps_np: AnyInts) -> Candidates:
         ranked = controller.rank_candidates(self.survival_np, caps_np)
         self._ranked = caps_np, ranked
         return ranked
 
-    def ranked_within(self, caps_np: Ints, length: int) -> Candidates | None:
+    def ranked_within(self, caps_np: AnyInts, length: int) -> Candidates | None:
         """What is left of the ranking under caps that were cut to `length`; None if there is none, or other caps."""
         if self._ranked is None or np.count_nonzero(np.minimum(self._ranked[0], length) != caps_np):
             return None
@@ -331,9 +331,9 @@ def _over_all(plan: StepPlan, values: NDArray[Number]) -> NDArray[Number]:
     return rows
 
 
-def _caps(plan: StepPlan) -> Ints:
+def _caps(plan: StepPlan) -> Int32s:
     """[B] most drafts per sequence; never more than were drafted, and none in prefill."""
-    caps = np.minimum(plan.caps_np, plan.draft_length).astype(np.int64)
+    caps = np.minimum(plan.caps_np, np.int32(plan.draft_length))
     if plan.num_decode < plan.num_sequences:
         caps[plan.num_decode :] = 0
     return caps
@@ -346,9 +346,8 @@ def _classes(plan: StepPlan) -> Classes:
     return plan.sampled_np[: plan.num_decode].astype(np.int64)
 
 
-def _widths(widths: Ints, reason: str = "", caps: Ints | None = None) -> Decision:
-    caps = widths if caps is None else caps
-    return Decision(widths_np=widths.astype(np.int32), budget=None, caps_np=caps.astype(np.int32), reason=reason)
+def _in_full(caps: Int32s, reason: str = "") -> Decision:
+    return Decision(widths_np=caps, budget=None, caps_np=caps, reason=reason)
 
 
 # -------------------------------------------------------------------------------------------------------------- making

@@ -485,7 +485,7 @@ def test_no_decision_depends_on_its_own_step_through_what_is_learned():
 def test_lessons_wait_a_few_steps_but_not_at_the_start(count):
     policy = made("lag", learns=True)
     drive, rows, versions = Drive(policy), [Row(s, s) for s in range(count)], []
-    for _ in range(lessons.EARLY + 48):
+    for _ in range(lessons.EARLY + 3 * lessons.STEPS):
         versions.append(policy.survival.version)
         drive.step(rows, np.full((count, S), 0.6), accepts=lambda w: w)
     taught = np.flatnonzero(np.diff(versions))
@@ -768,7 +768,7 @@ def test_measured_times_correct_the_price(mode):
         plan = plan_of(step, rows)
         if step % 2:
             plan = replace(plan, draft_length=0, caps_np=np.zeros(4, np.int32))
-        decision = policies._widths(policies._caps(plan))
+        decision = policies._in_full(policies._caps(plan))
         policy.timed(plan, decision, 4.0 + 0.04 * (4 + decision.num_draft_rows) * rng.lognormal(0, 0.05))
     step_cost = policy.cost.step
     assert step_cost.c1 / step_cost.c0 > 1.5 * 0.02 / 4.0
