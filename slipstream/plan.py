@@ -39,7 +39,8 @@ class StepPlan:
 
     Sequences 0..D-1 decode (one given row, drafts possible), D..B-1 are being prefilled (given rows only).
     `context` is what was committed when the plan was made; the device may be ahead of it, by at most what lies in
-    flight: `context_upper_bound` includes that.
+    flight: `context_upper_bound` includes that. Plans share arrays that are the same from step to step: nobody writes
+    to them.
     """
 
     step: int

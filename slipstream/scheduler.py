@@ -62,6 +62,7 @@ class Scheduler:
         self.flights: deque[InFlight] = deque()  # planned and not yet committed, oldest first
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._draft_context = limits.max_draft_context if limits.max_drafts else limits.max_model_len
+        # Plans show parts of these three, which nobody writes to.
         self._most_drafts = np.full(limits.max_num_seqs, limits.max_drafts, np.int32)
         self._ones = np.ones(limits.max_num_seqs, np.int32)
         self._trues = np.ones(limits.max_num_seqs, np.bool_)
@@ -250,8 +251,9 @@ class Scheduler:
         request.slot = slot = self._free_slots.pop()
         self.ledger.admit(slot, request, self.limits.max_model_len)
         self.running.append(request)
-        self._reserve(np.array([slot]), np.array([self.pages.pages_for(request.num_known + 1)], np.int32))
-        token_ids = np.fromiter((*request.prompt_ids, *request.output_ids), np.int32, request.num_known)
+        token_ids = np.array((*request.prompt_ids, *request.output_ids), np.int32)
+        pages = self.pages.take(self.pages.pages_for(len(token_ids) + 1))
+        self._table.append(np.array([slot]), np.array([len(pages)], np.int32), pages)
         params = request.params
         seed = (request.seed + 2**63) % 2**64 - 2**63  # the same 64 bits, signed
         return Admission(
@@ -276,7 +278,7 @@ class Scheduler:
         self.ledger.release(slot)
         self._free_slots.append(slot)
         self.running.remove(request)
-        self._decoding_slots = request.slot = None
+        self._decoding_slots = self._members = request.slot = None
         return slot
 
     # ------------------------------------------------------------------ the plan
