@@ -8,7 +8,8 @@ WARM_UP = 32  # rows that are drafted in full before anything is skipped: the pr
 SKIPS_BEFORE_PROBE = 16  # steps without a draft
 SHORTS_BEFORE_PROBE = 32  # steps with a shortened one: late positions are relearned now and then
 PROBE_SPACING = 4  # steps between two probes for a change of batch size, which may change in every step
-CHOICE_SPACING = 8  # steps for which a draft length is kept
+CHOICE_SPACING = 16  # steps for which a draft length is kept, ...
+FEW_SPACING = 4  # ... unless few sequences say less of later steps: then so many, and one more for each of them
 MUCH = 1 / 8  # of the drafts that may be verified: a change by more has the draft length chosen anew
 TIMED_EARLY = 64  # steps at the start that all correct the cost model
 TIMED_SHARE = 0.125  # of later ones
@@ -52,7 +53,8 @@ class DraftLengths:
 
     def keeps(self, num_allowed: int) -> bool:
         """Whether the last choice still serves, with `num_allowed` drafts that may be verified (the sum of the caps)."""
-        return self._age < CHOICE_SPACING and abs(num_allowed - self._num_allowed) <= MUCH * self._num_allowed
+        spacing = min(CHOICE_SPACING, FEW_SPACING + self._num_decode)
+        return self._age < spacing and abs(num_allowed - self._num_allowed) <= MUCH * self._num_allowed
 
     def kept(self) -> int:
         self._age += 1

@@ -298,7 +298,7 @@ class Amortised:
     def _keeps(self, allowed):
         *_, choice = (step for step, (_, why, _) in enumerate(self.lengths) if why != "kept")
         _, why, allowed_then = self.lengths[choice]
-        recent = len(self.lengths) - choice < pace.CHOICE_SPACING
+        recent = len(self.lengths) - choice < min(pace.CHOICE_SPACING, pace.FEW_SPACING + self.decoded[-1])
         return why == "chosen" and recent and abs(allowed - allowed_then) <= allowed_then * pace.MUCH
 
     def _best(self, plan):

@@ -634,15 +634,15 @@ def test_short_drafts_where_later_positions_do_not_pay():
 
 
 def test_a_draft_length_is_kept_for_a_few_steps_unless_much_changes():
-    """Chosen every eighth step, and at once where many more or fewer drafts may be verified, or a probe said more."""
+    """Of many sequences every sixteenth step, and at once where many more or fewer drafts may be verified, or a probe said more."""
     policy = made("lag", LinearCost(2.0, 0.01), draft_ms=0.1, fixed_length=False)
     best, chosen = policy._best_length, []
     policy._best_length = lambda plan, cost: chosen.append(plan.step) or best(plan, cost)
     drive, rows = Drive(policy), [Row(s, s) for s in range(32)]
     policy._lengths._seen = pace.WARM_UP
-    for _ in range(20):
+    for _ in range(36):
         drive.step(rows, np.full((32, S), 0.9))
-    assert chosen == [1, 9, 17]  # the first step of 32 requests is a probe
+    assert chosen == [1, 17, 33]  # the first step of 32 requests is a probe
     rows[0].cap = 1  # three drafts of 128 fewer
     drive.step(rows, np.full((32, S), 0.9))
     assert chosen[3:] == []
@@ -650,10 +650,21 @@ def test_a_draft_length_is_kept_for_a_few_steps_unless_much_changes():
         row.cap = 1
     for _ in range(4):
         drive.step(rows, np.full((32, S), 0.9))
-    assert chosen[3:] == [21]
+    assert chosen[3:] == [37]
     drive.step(rows[:20], np.full((20, S), 0.9))  # a probe, for the number of requests is another
     drive.step(rows[:20], np.full((20, S), 0.9))
-    assert chosen[4:] == [26]
+    assert chosen[4:] == [42]
+
+
+@pytest.mark.parametrize(("count", "every"), [(1, 5), (3, 7), (12, 16), (100, 16)])
+def test_a_choice_that_few_sequences_made_is_kept_for_less(count, every):
+    policy = made("lag", LinearCost(2.0, 0.01), draft_ms=0.1, fixed_length=False)
+    best, chosen = policy._best_length, []
+    policy._best_length = lambda plan, cost: chosen.append(plan.step) or best(plan, cost)
+    drive, rows = Drive(policy), [Row(s, s) for s in range(count)]
+    for _ in range(pace.WARM_UP + 3 * pace.CHOICE_SPACING + 2):
+        drive.step(rows, np.full((count, S), 0.9), accepts=lambda w: w)
+    assert set(np.diff(chosen)) == {every}
 
 
 def test_draft_length_counts_only_steps_that_decode():
