@@ -267,6 +267,19 @@ def test_the_next_tenant_of_a_slot_starts_with_an_empty_answer():
     assert old.output_ids == kept
 
 
+def test_what_was_accepted_of_an_answer_says_nothing_of_the_next_in_that_slot():
+    old, new = make_request(0, prompt=5, max_tokens=12), make_request(1, prompt=5, max_tokens=12)
+    paper = decoding(old, slots=1)
+    paper.add(new)
+    while not old.is_finished:
+        paper.step(rejected)
+    paper.step()
+    while not new.is_finished:
+        paper.step(full)
+    assert old.accepted == [False] * 12
+    assert new.accepted == [False, True, True, True, True, False, True, True, True, True, False, False]
+
+
 @pytest.mark.parametrize("token", [33 + Answers.STOP_CLASSES, 33 + 2 * Answers.STOP_CLASSES])
 def test_a_token_that_only_resembles_a_stop_stops_nothing(token):
     request = make_request(0, prompt=5, stop_token_ids=(33, 2**40))

@@ -264,6 +264,29 @@ def test_no_drafts_beyond_what_the_drafter_knows(draft_context, cap):
     assert (plan.caps_np.tolist(), plan.num_given_np.tolist()) == ([cap], [1])
 
 
+def test_without_drafts_a_drafters_limit_is_none():
+    paper = decoding(make_request(0, prompt=5), drafts=0, draft_context=0)
+    plan = paper.launch()
+    assert (plan.num_decode, plan.caps_np.tolist()) == (1, [0])
+
+
+def test_plans_share_what_stays_the_same_until_somebody_comes_or_goes():
+    paper = decoding(make_request(0), make_request(1))
+    first, second = paper.launch(rejected), paper.launch(rejected)
+    shared = ("slots_np", "generations_np", "uids_np", "num_given_np", "emits_np", "sampled_np", "teaches_np")
+    assert all(getattr(first, name) is getattr(second, name) for name in shared)
+    assert (first.context_upper_bound_np < second.context_upper_bound_np).all()
+    assert (first.decode_steps_np < second.decode_steps_np).all()
+    paper.abort(0)
+    assert [delta.request.uid for delta in paper.collect()] == [1]
+    paper.add(make_request(2))
+    plans = [paper.launch(rejected) for _ in range(2)]
+    assert [plan.uids_np.tolist() for plan in plans] == [[1, 2], [1, 2]]
+    assert [plan.num_decode for plan in plans] == [1, 2]
+    assert [plan.generations_np.tolist() for plan in plans] == [[0, 1]] * 2
+    assert first.uids_np.tolist() == [0, 1]
+
+
 # ------------------------------------------------------------------------------------------------ pages run short
 
 
