@@ -1,10 +1,10 @@
 """What was expected of steps and what became of them, gathered and taught a few steps at a time.
 
 A step brings a sighting (what its drafter said, beside what was known of the same rows before) and its result, in either
-order; the two are brought together here, and teach together. `SurvivalModel` takes many small calls to teach, as many for thirty steps as
-for one, and follows over about a thousand steps: so lessons wait, many rows teach by a part of them, and nothing is
-taught but in `teach`, which `policy` calls off the path from a confidence to its decision. No slots here, no costs, no
-decisions. Letters in shapes: D sequences that decode in a step, d the draft length, n rows of a lesson.
+order; the two are brought together here, and teach together. `SurvivalModel` takes many small calls to teach, as many
+for 32 steps as for one, and follows over about a thousand steps: so lessons wait, many rows teach by a part of them, and
+nothing is taught but in `teach`, which `policy` calls off the path from a confidence to its decision. No slots here, no
+costs, no decisions. Letters in shapes: D sequences that decode in a step, d the draft length.
 """
 
 from dataclasses import dataclass, field
