@@ -6,7 +6,7 @@ nobody asks which backend there is. Triton is imported only by who uses it: an i
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -49,6 +49,9 @@ class Parts:
     drafter: Drafter | None
     backend: Backend
     rule: Rule
+
+
+Adapt: TypeAlias = Callable[[Parts], Parts]  # wraps what an engine is about to be made of
 
 
 def torch_parts(given: Ingredients) -> Parts:

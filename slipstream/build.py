@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from slipstream.backends import BACKENDS, Ingredients
+from slipstream.backends import BACKENDS, Adapt, Ingredients
 from slipstream.cache.pages import PageAllocator
 from slipstream.config import DEFAULT_MAX_DRAFTS, NGRAM, EngineConfig, SpeculativeConfig
 from slipstream.decide.cost import CostModel, CostProfile
@@ -37,9 +37,12 @@ log = logging.getLogger("slipstream")
 
 def build_engine(
     models: Models, speculative: SpeculativeConfig, config: EngineConfig, notes: list[Note],
-    drafter: Drafter | None = None, policy: Policy | None = None,
+    drafter: Drafter | None = None, policy: Policy | None = None, adapt: Adapt | None = None,
 ) -> Engine:  # fmt: skip
-    """An idle engine for these options. `drafter` and `policy` are the caller's own, in place of those asked for."""
+    """An idle engine for these options. `drafter` and `policy` are the caller's own, in place of those asked for.
+
+    `adapt` is given the parts that the backend made and says what the engine runs in their place.
+    """
     _check_loaded(models, config)
     source = _draft_source(models, speculative, drafter, notes)
     num_drafts = _num_drafts(speculative, source, notes)
@@ -51,6 +54,7 @@ def build_engine(
             coupled=speculative.acceptance == "coupled", prunes=prunes,
         )
     )  # fmt: skip
+    parts = parts if adapt is None else adapt(parts)
     signal = draft_signal(speculative, has_head=source.has_head, drafts_sampled=source.samples)
     engine = Engine(
         target=parts.target,

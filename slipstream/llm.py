@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.backends import Adapt
 from slipstream.build import build_engine
 from slipstream.commit import Delta
 from slipstream.config import EngineConfig, SamplingParams, SpeculativeConfig, from_mapping
@@ -51,9 +52,9 @@ class LLM:
     """A target model with a way of speculating.
 
     model: a name, or Models that are loaded already. speculative: None for plain decoding. drafter, policy: objects of
-    your own in place of those that `speculative` would make (its draft_model is then only a name). The other options
-    are the fields of `EngineConfig`. What was chosen, and why, stands in `notes`. One thread at a time: streams may be
-    read in turn, but not from several threads.
+    your own in place of those that `speculative` would make (its draft_model is then only a name). adapt: a wrapper of
+    the parts that the backend made, for measurements. The other options are the fields of `EngineConfig`. What was
+    chosen, and why, stands in `notes`. One thread at a time: streams may be read in turn, but not from several threads.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class LLM:
         speculative: SpeculativeConfig | None = None,
         drafter: Drafter | None = None,
         policy: Policy | None = None,
+        adapt: Adapt | None = None,
         **engine_options: Any,
     ) -> None:
         self.speculative = SpeculativeConfig() if speculative is None else speculative
@@ -79,7 +81,7 @@ class LLM:
         self.models = model
         self.tokenizer = model.tokenizer
         self.notes: list[Note] = list(model.notes)
-        self.engine = build_engine(model, self.speculative, self.config, self.notes, drafter, policy)
+        self.engine = build_engine(model, self.speculative, self.config, self.notes, drafter, policy, adapt)
         self.engine.totals.mode = self.speculative.mode
         self._seeds = random.Random(self.config.seed)
         self._events = EventPool(stream=compute_stream(model.device)) if model.device.type == "cuda" else None

@@ -101,7 +101,9 @@ class StepRule(Protocol):
 
 
 class Rule(Protocol):
-    captures: ClassVar[bool]  # verdicts may be recorded in a CUDA graph, and padding does not disturb them
+    @property
+    def captures(self) -> bool:
+        """Verdicts may be recorded in a CUDA graph, and padding does not disturb them."""
 
     def begin(self, state: SlotState, loaded: PlanOnDevice, plan: StepPlan, vocab_size: int) -> StepRule: ...
 
