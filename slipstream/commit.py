@@ -101,7 +101,6 @@ def commit(plan: StepPlan, result: StepResult, scheduler: Scheduler) -> Gains:
     _count(plan.draft_length, rows, gains, ledger)
     for index in sorted(reasons):
         scheduler.finish(rows.requests[index], reasons[index])
-    scheduler.settle(rows.emitting)
     return gains
 
 

@@ -1,9 +1,10 @@
 """Who takes part in a step, with which rows, and which pages that may need. Torch-free; called by the engine only.
 
 The scheduler runs ahead of the device: for a decoding request it knows the committed context and an upper bound, and
-it reserves pages for the bound. `settle` (after a commit) gives back what the bound had too much. When pages run short,
-caps of drafts go down first; only when the requests cannot all get their one row is the newest one preempted, and never
-while something is in flight: `schedule` then answers DRAIN, and the engine collects before it asks again.
+it reserves pages for the bound. What a bound had too much is given back when somebody asks for pages: as a rule, the
+same request needs them again in the next step. When pages run short, caps of drafts go down first; only when the
+requests cannot all get their one row is the newest one preempted, and never while something is in flight: `schedule`
+then answers DRAIN, and the engine collects before it asks again.
 Decoding requests are planned as columns of the ledger; Python per request is left for admissions and prefill.
 """
 
@@ -106,6 +107,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | NoPlan:
         """Plan the next step and book it as in flight."""
+        if self.waiting and self._free_slots:
+            self._give_back()
         num_preempted = self.num_preemptions
         reserved = self._reserve_decode(*self._decode_rows())
         if reserved is None:
@@ -124,13 +127,6 @@ class Scheduler:
             assert flight.step < step, (flight.step, step)
             flight = self.flights.popleft()
         return flight
-
-    def settle(self, slots: Int64s) -> None:
-        """After a commit: give back the pages that the upper bound of each of `slots`, and one row, leave empty."""
-        bound = self.ledger.context_upper_bound[slots]
-        surplus = (self._table.capacity[slots] > bound + self.pages.page_size).nonzero()[0]
-        if len(surplus):
-            self.pages.give(self._table.cut(slots[surplus], self._pages_for(bound[surplus] + 1)))
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Take a request out, wherever it is. What of it lies in flight is dropped later, by its generation."""
@@ -171,6 +167,7 @@ class Scheduler:
 
     def _reserve_scarce(self, slots: Int64s, caps: Int32s) -> _Decode | None:
         """The same when there are not enough: one row for everybody, then drafts as far as pages last."""
+        self._give_back()
         going_on = self._preempt_for_one_row(slots)
         if going_on is None:
             return None
@@ -179,6 +176,14 @@ class Scheduler:
         caps, granted = self._within_free_pages(slots, caps)
         self._reserve(slots, granted)
         return slots, caps
+
+    def _give_back(self) -> None:
+        """Free the pages that the upper bound of each decoding request, and one row, leave empty."""
+        slots = self._decoding()
+        bound = self.ledger.context_upper_bound[slots]
+        surplus = (self._table.capacity[slots] > bound + self.pages.page_size).nonzero()[0]
+        if len(surplus):
+            self.pages.give(self._table.cut(slots[surplus], self._pages_for(bound[surplus] + 1)))
 
     def _preempt_for_one_row(self, slots: Int64s) -> Bools | None:
         """Preempt the newest until every other request can have its one row; who of `slots` is left. None: DRAIN."""

@@ -152,23 +152,35 @@ def test_bounds_count_what_lies_in_flight_and_shrink_with_its_result():
     assert numbers(scheduler, request) == (7, 7, 0)
 
 
-def test_pages_reserved_for_the_bound_are_given_back():
-    request = make_request(0, prompt=4)
-    paper = decoding(request, drafts=10)
+def test_pages_reserved_for_the_bound_are_kept_until_somebody_asks_for_pages():
+    request, other = make_request(0, prompt=4, max_tokens=16), make_request(1, prompt=7, max_tokens=1)
+    paper = decoding(request, drafts=10, pages=5)
     held = lambda: len(paper.scheduler.pages_of(request))  # noqa: E731
     assert held() == 2
-    free = paper.scheduler.pages.num_free
     paper.launch(rejected)
     assert held() == 4  # context 4, 1 + 10 rows
-    assert paper.scheduler.pages.num_free == free - 2
     paper.collect()
-    assert numbers(paper.scheduler, request)[0] == 5
-    assert held() == 2
-    plan = paper.launch(full)
-    assert held() == 4  # up to 16 tokens; what was given back was taken again
-    assert NULL_PAGE not in [page for slot, index, page in plan.page_writes_np.tolist()]
+    assert (numbers(paper.scheduler, request)[0], held()) == (5, 4)  # one page is free
+    paper.scheduler.ledger.full_context[request.slot] = 6  # no drafts any more: one row
+    paper.add(other)
+    plan = paper.launch(rejected)
+    assert plan.uids_np.tolist() == [0, 1]  # its two pages are there
+    assert (held(), paper.scheduler.pages.num_free) == (2, 1)
+    check_invariants(paper.scheduler)
+
+
+def test_pages_given_back_go_to_whoever_lacks_its_one_row():
+    """Nobody is preempted while others hold pages that their bounds do not need."""
+    first, second = (make_request(uid, prompt=4, max_tokens=28) for uid in range(2))
+    paper = decoding(first, second, drafts=10, pages=8)
+    paper.launch(rejected)
     paper.collect()
-    assert (numbers(paper.scheduler, request)[0], held()) == (16, 4)  # nothing too much; the next row takes a page
+    assert paper.scheduler.pages.num_free == 0
+    paper.launch(lambda row, cap: (cap, cap if row == 0 else 0))
+    paper.collect()
+    plan = paper.launch(rejected)
+    assert plan.num_decode == 2 and paper.scheduler.num_preemptions == 0
+    assert plan.caps_np[0] > 0
     check_invariants(paper.scheduler)
 
 
@@ -193,6 +205,7 @@ def test_no_place_of_a_page_table_is_written_twice_by_one_plan():
     request = make_request(0, prompt=4)
     paper = decoding(request, drafts=10)
     for _ in range(4):
+        paper.scheduler._give_back()
         plan = paper.launch(rejected)
         paper.collect()
         places = [tuple(place) for place in plan.page_writes_np[:, :2].tolist()]
