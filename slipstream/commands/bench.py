@@ -9,8 +9,11 @@ import typer
 from slipstream.commands import flags
 from slipstream.commands.shared import as_tuple, deliver, options_of, say, screen, several
 from slipstream.errors import ConfigError
+from slipstream.files import check_writable
 from slipstream.lab.bench_options import BenchOptions
+from slipstream.lab.plots import require_matplotlib
 from slipstream.lab.report import probe_table, rows_table
+from slipstream.lab.timeline import Timeline
 from slipstream.options import MODE_FLAGS, Options
 from slipstream.prompts import MadeUp, prompt_source
 
@@ -35,6 +38,9 @@ def bench(
     dtype: flags.Dtype = None,
     device: flags.Device = None,
     probe: Annotated[bool | None, typer.Option("--probe", help="Measure the critical path of a step.")] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="With --probe, every step's stages: .json for Perfetto, or .png.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the JSON to this file as well.")] = None,
     config: flags.Config = None,
     as_json: flags.Json = False,
@@ -48,15 +54,30 @@ def bench(
     }
     own = ("modes", "concurrency", "prompts", "requests", "waves", "probe")
     bench_options = _bench_options(options_of(given, own=own))  # refuses before torch is loaded
+    spans = _timeline(timeline, bench_options)
 
     from slipstream.lab.bench import run
 
-    result = run(bench_options, say)
+    result = run(bench_options, say, spans.add)
     out = screen(as_json)
     out.print(rows_table(result.report["rows"], f"{result.report['model']}, {result.report['rows'][0]['dtype']}"))
     if bench_options.probe:
         out.print(probe_table(result.report["rows"]))
+    if timeline is not None:
+        spans.write(timeline, {name: result.report[name] for name in ("git", "versions", "device", "model", "draft")})
+        say(f"timeline written to {timeline}")
     deliver(result.report, output, as_json)
+
+
+def _timeline(path: Path | None, options: BenchOptions) -> Timeline:
+    """Empty; what is wrong with its file shows before anything is measured."""
+    if path is not None:
+        if not options.probe:
+            raise ConfigError(f"timeline {path}: stages are recorded with --probe only; add that")
+        if path.suffix != ".json":
+            require_matplotlib(path)
+        check_writable(path, "timeline")
+    return Timeline()
 
 
 def _bench_options(options: Options) -> BenchOptions:

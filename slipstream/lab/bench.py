@@ -6,8 +6,9 @@ of flags or terminals: `slipstream bench` and the demo make the options and show
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
+from slipstream.device.events import Span
 from slipstream.errors import ConfigError
 from slipstream.lab import ceilings, machine
 from slipstream.lab.bench_options import BenchOptions, Case, label
@@ -19,6 +20,8 @@ from slipstream.load import Models
 from slipstream.prompts import MadeUp, Prompt, prompts_name, read_prompts, user
 from slipstream.rehearse import time_step
 
+Watch: TypeAlias = Callable[[str, Sequence[Span]], None]  # (label of a case, spans of its wave)
+
 STEP_CONTEXT = 192  # tokens of KV of the steps that are timed alone
 
 
@@ -29,8 +32,8 @@ class BenchResult:
     completions: tuple[tuple[Completion, ...], ...]  # of each case, from its first wave
 
 
-def run(options: BenchOptions, say: Callable[[str], None]) -> BenchResult:
-    """Measure all cases; `say` gets one line per thing done."""
+def run(options: BenchOptions, say: Callable[[str], None], watch: Watch | None = None) -> BenchResult:
+    """Measure all cases; `say` gets one line per thing done, `watch` the spans of every wave that is probed."""
     texts = read_requests(options)
     models = load(options.model, options.draft, options.engine, options.speculative)
     cases, prompts = options.cases(), wave_prompts(options, texts, models)
@@ -44,6 +47,8 @@ def run(options: BenchOptions, say: Callable[[str], None]) -> BenchResult:
         for index, (case, llm) in enumerate(zip(cases, llms, strict=True)):
             wave, completions = run_wave(llm, prompts, params, options.probe)
             waves[index].append(wave)
+            if options.probe and watch is not None:
+                watch(label(case), llm.engine.recorder.spans)
             if number == 0:
                 first.append(completions)
             say(f"wave {number + 1}/{options.waves}  {label(case)}: {wave.tok_per_s:.1f} tok/s")

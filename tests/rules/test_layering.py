@@ -92,6 +92,8 @@ TORCH_FREE = (
     "slipstream.lab.tables",
     "slipstream.lab.waves",
     "slipstream.lab.plots",
+    "slipstream.lab.timeline",
+    "slipstream.lab.timeline_plot",
     "slipstream.lab.paint",
     "slipstream.lab.report",
     "slipstream.lab.scores",
