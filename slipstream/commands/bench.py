@@ -14,6 +14,7 @@ from slipstream.lab.bench_options import BenchOptions
 from slipstream.lab.plots import require_matplotlib
 from slipstream.lab.report import probe_table, rows_table
 from slipstream.lab.timeline import Timeline
+from slipstream.lab.timeline_plot import timeline_plot
 from slipstream.options import MODE_FLAGS, Options
 from slipstream.prompts import MadeUp, prompt_source
 
@@ -64,8 +65,7 @@ def bench(
     if bench_options.probe:
         out.print(probe_table(result.report["rows"]))
     if timeline is not None:
-        spans.write(timeline, {name: result.report[name] for name in ("git", "versions", "device", "model", "draft")})
-        say(f"timeline written to {timeline}")
+        _write_timeline(timeline, spans, result.report)
     deliver(result.report, output, as_json)
 
 
@@ -78,6 +78,14 @@ def _timeline(path: Path | None, options: BenchOptions) -> Timeline:
             require_matplotlib(path)
         check_writable(path, "timeline")
     return Timeline()
+
+
+def _write_timeline(path: Path, timeline: Timeline, report: dict[str, Any]) -> None:
+    if path.suffix == ".json":
+        timeline.write(path, {name: report[name] for name in ("git", "versions", "device", "model", "draft")})
+    else:
+        timeline_plot(path, timeline.cases)
+    say(f"timeline written to {path}")
 
 
 def _bench_options(options: Options) -> BenchOptions:

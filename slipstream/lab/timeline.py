@@ -35,15 +35,10 @@ class Timeline:
         self.cases[label] = tuple(spans)
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Chrome trace JSON, or a picture if the name does not end in .json. `about` says where and how it was measured."""
+        """Chrome trace JSON. `about` says where and how it was measured."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".json":
-            trace = {"traceEvents": trace_events(self.cases), "displayTimeUnit": "ms", "otherData": dict(about)}
-            replace_text(path, json.dumps(trace, separators=(",", ":")) + "\n")
-        else:
-            from slipstream.lab.timeline_plot import timeline_plot
-
-            timeline_plot(path, self.cases)
+        trace = {"traceEvents": trace_events(self.cases), "displayTimeUnit": "ms", "otherData": dict(about)}
+        replace_text(path, json.dumps(trace, separators=(",", ":")) + "\n")
 
 
 def trace_events(cases: "Mapping[str, Sequence[Span]]") -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """A picture of a few steps of every bench case, one below the other on one scale: what overlaps and who waits.
 
-Drawn from the same spans and arrows as the Chrome trace; nothing is measured here. Called by `timeline`.
+Drawn from the same spans and arrows as the Chrome trace; nothing is measured here. Called by `slipstream bench`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

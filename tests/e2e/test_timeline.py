@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from slipstream.cli import app
 from slipstream.commands.bench import _timeline
 from slipstream.config import MODES, SamplingParams
 from slipstream.errors import ConfigError
@@ -58,6 +60,18 @@ def confidence_ages(events: list[dict[str, Any]]) -> list[int]:
     flows = [e for e in events if e["ph"] in "sf" and e["name"] == "confidence"]
     starts = {e["id"]: step_of(e) for e in flows if e["ph"] == "s"}
     return [step_of(e) - starts[e["id"]] for e in flows if e["ph"] == "f"]
+
+
+def test_the_command_writes_a_trace_or_a_picture(tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
+    target, drafter = tiny_folders
+    for name in ("t.json", "t.png"):
+        arguments = ["bench", "--model", target, "--draft", drafter, "--modes", "static", "--requests", 1, "--waves", 1]
+        arguments += ["--prompts", "random:4", "--max-tokens", 8, "--dtype", "float32", "--probe", "--timeline"]
+        done = CliRunner().invoke(app, [str(argument) for argument in (*arguments, tmp_path / name)])
+        assert done.exit_code == 0, done.output
+        assert (tmp_path / name).stat().st_size > 1000
+    report = json.loads((tmp_path / "t.json").read_text())["otherData"]
+    assert (report["model"], report["draft"]) == (str(target), str(drafter))
 
 
 def test_a_wrong_file_is_named_before_anything_is_measured(tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:

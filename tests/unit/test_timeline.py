@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.device.events import Kind, Span
 from slipstream.lab.timeline import Timeline, arrows, trace_events
-from slipstream.lab.timeline_plot import window
+from slipstream.lab.timeline_plot import timeline_plot, window
 
 
 def ms(step: int, name: str, kind: Kind, start: float, end: float) -> Span:
@@ -164,8 +164,5 @@ def test_the_picture_shows_steps_that_take_as_long_as_most() -> None:
 
 @pytest.mark.parametrize("cases", [{}, {"off at 1": []}, {"lag at 1": LAG, "adaptive at 1": FRESH}])
 def test_a_picture_is_drawn(tmp_path: Path, cases: dict[str, list[Span]]) -> None:
-    timeline = Timeline()
-    for label, spans in cases.items():
-        timeline.add(label, spans)
-    timeline.write(tmp_path / "timeline.png", {})
-    assert (tmp_path / "timeline.png").stat().st_size > 1000
+    timeline_plot(tmp_path / "new" / "timeline.png", cases)
+    assert (tmp_path / "new" / "timeline.png").stat().st_size > 1000
