@@ -6,7 +6,7 @@ A loop without a device hands plans, made-up confidence and outcomes to each pol
 observe + draft_length + decide, from a confidence to its decision (adaptive decides the draft length before it waits);
 `off` is learn + timed, which no decision waits for. Microseconds per step, beside the time of one small numpy call,
 of which steps of few sequences mostly consist. What is done every few steps is spread over them: a figure is the median
-over blocks of 32 steps of a block's mean; `max` columns are the median of a block's longest step. Steps in which a
+over blocks of sixteen steps of a block's mean; `max` columns are the median of a block's longest step. Steps in which a
 fresh engine learns at once are left out; `early` is what they take in all.
 """
 
@@ -28,7 +28,7 @@ from slipstream.plan import Decision, DraftReport, StepPlan, StepResult
 
 STAGES = ("observe", "draft_length", "decide", "learn", "timed")
 PATH, OFF = STAGES[:3], STAGES[3:]
-BLOCK = 32  # steps in which everything that is done now and then is done
+BLOCK = 16  # steps in which everything that is done now and then is done
 EARLY = 48  # steps at the start, without the first ones, in which nothing waits
 WARM_UP = 80
 EDGES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 4608)

@@ -2,7 +2,7 @@
 
 A step brings a sighting (what its drafter said, beside what was known of the same rows before) and its result, in either
 order; the two are brought together here, and teach together. `SurvivalModel` takes many small calls to teach, as many
-for 32 steps as for one, and follows over about a thousand steps: so lessons wait, many rows teach by a part of them, and
+for 16 steps as for one, and follows over about a thousand steps: so lessons wait, many rows teach by a part of them, and
 nothing is taught but in `teach`, which `policy` calls off the path from a confidence to its decision. No slots here, no
 costs, no decisions. Letters in shapes: D sequences that decode in a step, d the draft length.
 """
@@ -20,7 +20,7 @@ from slipstream.plan import StepPlan, StepResult
 
 Floats: TypeAlias = NDArray[np.float64]
 
-STEPS = 32  # steps that are taught together
+STEPS = 16  # steps that are taught together
 ROWS = 16  # of a step, at most: over a thousand steps that is plenty, and lessons of large batches cost no more
 EARLY = 64  # steps at the start that are taught one by one: until then each of them changes much
 MAX_UNPAIRED = 8  # steps whose report or result waits for the other half
