@@ -24,6 +24,7 @@ from slipstream.commands.export import export
 from slipstream.commands.generate import generate
 from slipstream.commands.inspect import inspect
 from slipstream.commands.profile import profile
+from slipstream.commands.trace import trace
 from slipstream.commands.train import train
 from slipstream.errors import SlipstreamError
 
@@ -41,6 +42,7 @@ COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (chat, "chat --draft smollm2-135m-dspark --verify lag --temperature 0.7"),
     (bench, "bench --modes off,static,lag --concurrency 1,8 --waves 5 --json"),
     (profile, "profile --draft smollm2-135m-dspark --budget 30"),
+    (trace, "trace --out runs/trace.npz --prompts questions.jsonl --requests 32 --concurrency 32"),
     (evaluate, "evaluate --draft smollm2-135m-dspark --limit 4 --temperature 0"),
     (inspect, "inspect smollm2-135m-dspark --json"),
     (

@@ -86,6 +86,8 @@ TORCH_FREE = (
     "slipstream.decide",
     "slipstream.lab.calibrate_options",
     "slipstream.lab.bench_options",
+    "slipstream.lab.dense",
+    "slipstream.lab.trace_options",
     "slipstream.lab.evaluate_options",
     "slipstream.lab.quality",
     "slipstream.lab.scaling",
