@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -39,6 +39,7 @@ __all__ = [
     "ProfileKey",
     "Samples",
     "StepCost",
+    "SurveyFacts",
     "TableCost",
     "fit_error",
     "fit_linear",
@@ -51,7 +52,9 @@ __all__ = [
 Floats: TypeAlias = NDArray[np.float64]
 
 FILE_VERSION = 1
-LINEAR_TOLERANCE = 1.5  # a linear fit is used unless its error is above this multiple of the table's ...
+LINEAR_TOLERANCE = (
+    1.5  # without stairs, a linear fit is used unless its error is above this multiple of the table's ...
+)
 LINEAR_GOOD_ENOUGH = 0.03  # ... or below this error, whatever the table's
 
 
@@ -181,6 +184,35 @@ class ProfileKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SurveyFacts:
+    """How a profile was measured, and how far off its models are on shapes that they were not fitted to."""
+
+    num_sequences: int  # the largest that was asked for, whether or not time sufficed to get there
+    num_drafts: int
+    budget_s: float
+    held_out_linear_error: float | None  # mean |predicted - measured| / measured; None without such shapes
+    held_out_table_error: float | None
+    num_held_out: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> "SurveyFacts":
+        def error(name: str) -> float | None:
+            return None if fields.get(name) is None else fields.number(name)
+
+        return cls(
+            num_sequences=fields.integer("num_sequences"),
+            num_drafts=fields.integer("num_drafts"),
+            budget_s=fields.number("budget_s"),
+            held_out_linear_error=error("held_out_linear_error"),
+            held_out_table_error=error("held_out_table_error"),
+            num_held_out=fields.integer("num_held_out"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CostProfile:
     """A fitted cost model with the machine and the models it belongs to: the file that `slipstream profile` writes."""
 
@@ -194,6 +226,7 @@ class CostProfile:
     linear_error: float  # mean relative error on the samples
     table_error: float
     num_samples: int
+    survey: "SurveyFacts | None" = None  # None: made before these were kept
 
     @property
     def step(self) -> StepCost:
@@ -222,6 +255,7 @@ class CostProfile:
             "linear_error": self.linear_error,
             "table_error": self.table_error,
             "num_samples": self.num_samples,
+            "survey": self.survey.to_dict() if self.survey else None,
         }
 
     @classmethod
@@ -245,6 +279,7 @@ class CostProfile:
             linear_error=fields.number("linear_error"),
             table_error=fields.number("table_error"),
             num_samples=fields.integer("num_samples"),
+            survey=SurveyFacts.from_fields(fields.sub("survey")) if fields.data.get("survey") is not None else None,
         )
 
     @classmethod
@@ -271,11 +306,12 @@ def make_profile(
 ) -> CostProfile:
     """Fit both models and choose: the linear one, which can price each context, unless the table is clearly better.
 
-    `staircase`: steps run at padded row counts; `edges` are these counts, see `fit_table`.
+    `staircase`: steps run at padded row counts; `edges` are these counts, see `fit_table`. There a line has to be as good
+    as the table: even one that is off by little sees rows that cost nothing as dear, and a stair's first as cheap.
     """
     linear, table = fit_linear(samples), fit_table(samples, staircase=staircase, edges=edges)
     linear_error, table_error = fit_error(linear, samples), fit_error(table, samples)
-    fits = linear_error <= max(LINEAR_GOOD_ENOUGH, LINEAR_TOLERANCE * table_error)
+    fits = linear_error <= (table_error if staircase else max(LINEAR_GOOD_ENOUGH, LINEAR_TOLERANCE * table_error))
     reason = f"mean error {linear_error:.1%} linear, {table_error:.1%} table"
     return CostProfile(
         key=key,

@@ -1,20 +1,30 @@
 """What a step costs on this machine: rehearsed steps of many shapes, and the cost model fitted to them.
 
-The steps are the engine's own, on made-up requests: same layout, same kernels, same output rows as in service. Points are
-taken in order of use until the time is spent. Called by `slipstream profile`, and at start when no profile is stored.
+The steps are the engine's own, on made-up requests: same layout, same kernels or graphs, same output rows as in service,
+the draft timed apart. Points are taken in order of use until the time is spent; some are held out from the fits and tell
+how far off these are. Called by `slipstream profile`, and at start when no profile is stored.
 """
 
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from itertools import product
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 import torch
 from rich.table import Table
 
-from slipstream.decide.cost import CostProfile, DraftTimes, ProfileKey, Samples, StepCost, fit_error, make_profile
+from slipstream.decide.cost import (
+    CostProfile,
+    DraftTimes,
+    ProfileKey,
+    Samples,
+    StepCost,
+    SurveyFacts,
+    fit_error,
+    make_profile,
+)
 from slipstream.engine import Engine
 from slipstream.errors import CapacityError, ConfigError
 from slipstream.lab.machine import device_label, versions
@@ -27,7 +37,10 @@ LENGTHS = (7, 3, 1, 16)  # draft lengths beside the engine's most
 ROUNDS = 3
 MAX_REPEATS = 3  # of a point in one round
 POINT_SHARE = 0.2  # of the budget that one point may cost
-NEEDED_ROWS = 64  # a stored profile that was measured up to here serves any engine
+NUM_NEEDED = 2  # first points, timed whatever they cost: without a plain step and one of S drafts there is no model
+NEEDED_ROWS = 64  # a stored profile that was measured up to here serves any engine that does not pad
+START_BUDGET_S = 10.0  # when no profile is stored
+HELD_OUT_SEQUENCES = (1, 3, 6, 12, 24)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -41,6 +54,10 @@ class Point:
     @property
     def rows(self) -> int:
         return self.num_sequences * (self.width + 1)
+
+    def within(self, other: "Point") -> bool:
+        """Whether the other has at least as many sequences, and as many rows."""
+        return self.num_sequences <= other.num_sequences and self.rows <= other.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +75,19 @@ class Survey:
     timed: tuple[Timed, ...]
     held_out: tuple[Timed, ...]  # empty when time ran out
 
-    def held_out_error(self, cost: StepCost) -> float | None:
-        """Mean relative error of a step's time, on the shapes that no fit has seen."""
-        return fit_error(cost, samples(self.held_out)) if self.held_out else None
-
     def as_dict(self) -> dict[str, Any]:
-        profile = self.profile
+        samples = [(t, False) for t in self.timed] + [(t, True) for t in self.held_out]
         return {
-            **profile.to_dict(),
-            "held_out_error": {
-                "linear": self.held_out_error(profile.linear),
-                "table": self.held_out_error(profile.table),
-                "num_samples": len(self.held_out),
-            },
+            **self.profile.to_dict(),
             "samples": [
-                {**asdict(t.point), "rows": t.point.rows, "draft_ms": t.draft_ms, "verify_ms": t.verify_ms}
-                for t in (*self.timed, *self.held_out)
+                {
+                    **asdict(t.point),
+                    "rows": t.point.rows,
+                    "draft_ms": t.draft_ms,
+                    "verify_ms": t.verify_ms,
+                    "held_out": h,
+                }
+                for t, h in samples
             ],
         }
 
@@ -86,40 +100,63 @@ def profile_key(target: str, drafter: str, device: torch.device, dtype: torch.dt
 
 
 def stored_profile(key: ProfileKey, engine: Engine) -> CostProfile | None:
-    """The profile kept for `key`, unless it was measured on shapes far smaller than this engine's."""
+    """The profile kept for `key`, unless it was measured on shapes far smaller than this engine's, and not for want of
+    time: a survey at start would get no further then."""
     if not key.path().is_file():
         return None
     profile = CostProfile.load(key.path())
     limits, padded = engine.scheduler.limits, bool(engine.backend.row_buckets)
+    if padded and not profile.table.staircase:
+        return None
     most = limits.max_num_seqs * (limits.max_drafts + 1)
     if not padded:
         most = min(most, NEEDED_ROWS)  # beyond it steps grow evenly
-    elif not profile.table.staircase:
-        return None
     covers = profile.table.rows[-1] >= most and profile.draft.lengths[-1] >= limits.max_drafts
-    return profile if covers else None
+    facts = profile.survey
+    tried = (
+        facts is not None
+        and facts.budget_s >= START_BUDGET_S
+        and facts.num_drafts >= limits.max_drafts
+        and facts.num_sequences * (facts.num_drafts + 1) >= most
+    )
+    return profile if covers or tried else None
 
 
-def measure(engine: Engine, key: ProfileKey, budget_s: float = 10.0) -> CostProfile:
+def measure(engine: Engine, key: ProfileKey, budget_s: float = START_BUDGET_S) -> CostProfile:
     """A profile made within about `budget_s` seconds. The engine must be idle."""
     return survey(engine, key, budget_s).profile
 
 
 def survey(engine: Engine, key: ProfileKey, budget_s: float) -> Survey:
-    """Time the points, fit, then time other points and see how far off the fit is."""
+    """Time the points, fit to most of them, and see how far off the fit is on the others."""
     limits = engine.scheduler.limits
     if limits.max_drafts < 1:
         raise ConfigError("a cost model prices drafts; name a drafter with --draft")
-    clock = _Clock(budget_s)
-    timed = _time(engine, points(engine), clock, until=0.85)
+    wanted = points(engine)
+    held_out = set(held_out_points(engine)) - set(wanted)
+    found = _time(engine, with_held_out(wanted, held_out), wanted[:NUM_NEEDED], budget_s)
+    timed = tuple(t for t in found if t.point not in held_out)
     if not timed:
         raise CapacityError("not a single step fits in the KV memory; raise kv_memory or lower max_num_seqs")
     edges = engine.backend.row_buckets
     profile = make_profile(
         key, samples(timed), draft_times(timed), staircase=bool(edges), versions=versions(), edges=edges
     )
-    held_out = tuple(_time(engine, held_out_points(engine, timed), clock, until=1.0))
-    return Survey(profile=profile, timed=tuple(timed), held_out=held_out)
+    # Beyond what was fitted nothing is promised.
+    apart = tuple(t for t in found if t.point in held_out and any(t.point.within(other.point) for other in timed))
+    facts = SurveyFacts(
+        num_sequences=limits.max_num_seqs,
+        num_drafts=limits.max_drafts,
+        budget_s=budget_s,
+        held_out_linear_error=_error(profile.linear, apart),
+        held_out_table_error=_error(profile.table, apart),
+        num_held_out=len(apart),
+    )
+    return Survey(profile=replace(profile, survey=facts), timed=timed, held_out=apart)
+
+
+def _error(cost: StepCost, timed: Sequence[Timed]) -> float | None:
+    return fit_error(cost, samples(timed)) if timed else None
 
 
 def points(engine: Engine) -> list[Point]:
@@ -136,18 +173,41 @@ def points(engine: Engine) -> list[Point]:
     found += [Point(n, w, c) for c, n, w in product(contexts, first, (0, limits.max_drafts))]
     found += [Point(1, w, base) for w in range(limits.max_drafts)]
     found += [Point(n, w, base) for n, w in product(rest, [0, *lengths])]
+    found += edge_points(engine.backend.row_buckets, found, limits.max_num_seqs, limits.max_drafts)
     found += [Point(n, w, c) for c, n, w in product(contexts, rest, (0, limits.max_drafts))]
     return list(dict.fromkeys(found))
 
 
-def held_out_points(engine: Engine, timed: Iterable[Timed]) -> list[Point]:
-    """Shapes between those that were timed."""
-    limits, known = engine.scheduler.limits, {t.point for t in timed}
-    most = max(point.num_sequences for point in known)
+def edge_points(edges: Sequence[int], known: Sequence[Point], max_num_seqs: int, max_drafts: int) -> list[Point]:
+    """A step for every padded row count that no known one runs at: a stair is measured, not drawn between its neighbours."""
+    rows, found = {point.rows for point in known}, []
+    for below, edge in pairwise((0, *edges)):
+        counts = [(min(max_num_seqs, edge // (w + 1)), w) for w in range(max_drafts + 1)]
+        shapes = [Point(n, w, known[0].context) for n, w in counts if below < n * (w + 1) <= edge]
+        if shapes and not any(below < n <= edge for n in rows):
+            found.append(
+                max(shapes, key=lambda p: (p.rows, -abs(p.width - max_drafts // 2)))
+            )  # as steps are when pruned
+    return found
+
+
+def held_out_points(engine: Engine) -> list[Point]:
+    """Shapes between those that are fitted, in rows, sequences and context."""
+    limits = engine.scheduler.limits
     context = min(2 * BASE_CONTEXT, max(1, limits.max_model_len - limits.max_drafts - 1))
     widths = sorted({limits.max_drafts // 3, limits.max_drafts // 2, max(0, limits.max_drafts - 1)})
-    counts = [n for n in (1, 3, 6, 12, 24) if n <= most]
-    return [p for p in (Point(n, w, context) for n, w in product(counts, widths)) if p not in known]
+    counts = [n for n in HELD_OUT_SEQUENCES if n <= limits.max_num_seqs]
+    return [Point(n, w, context) for n, w in product(counts, widths)]
+
+
+def with_held_out(wanted: Sequence[Point], held_out: Iterable[Point]) -> list[Point]:
+    """Each of the others after the first that is as large: a slow minute must not meet one kind only."""
+    left, order = sorted(held_out), []
+    for point in wanted:
+        order.append(point)
+        order += [other for other in left if other.within(point)]
+        left = [other for other in left if not other.within(point)]
+    return order
 
 
 def samples(timed: Iterable[Timed]) -> Samples:
@@ -162,16 +222,30 @@ def samples(timed: Iterable[Timed]) -> Samples:
 
 
 def draft_times(timed: Iterable[Timed]) -> DraftTimes:
-    """Draft time by length and sequences, at the shortest context; numbers of sequences with a gap are left out."""
+    """Draft time by length and sequences, at the shortest context.
+
+    Lengths that were not timed for a number of sequences go with those that were: by as much as these take longer than
+    for the smallest number, which is timed at most lengths.
+    """
     drafting = [t for t in timed if t.point.width > 0]
     shortest = min((t.point.context for t in drafting), default=0)
-    found = {(t.point.width, t.point.num_sequences): t.draft_ms for t in drafting if t.point.context == shortest}
+    found: dict[int, dict[int, float]] = {}  # sequences -> length -> ms
+    for t in drafting:
+        if t.point.context == shortest:
+            found.setdefault(t.point.num_sequences, {})[t.point.width] = t.draft_ms
     if not found:
         return DraftTimes.constant(0.0)
-    by_count = {n: {w for w, m in found if m == n} for _, n in found}
-    lengths = sorted(set.intersection(*by_count.values())) or sorted(by_count[min(by_count)])
-    counts = sorted(n for n, widths in by_count.items() if widths.issuperset(lengths))
-    return DraftTimes(tuple(lengths), tuple(counts), tuple(tuple(found[w, n] for n in counts) for w in lengths))
+    fewest, counts = found[min(found)], sorted(found)
+    lengths = sorted(fewest)
+    columns = [_completed(found[n], fewest) for n in counts]
+    return DraftTimes(tuple(lengths), tuple(counts), tuple(tuple(c[w] for c in columns) for w in lengths))
+
+
+def _completed(ms: Mapping[int, float], fewest: Mapping[int, float]) -> dict[int, float]:
+    """`ms` at every length of `fewest`: the ratio of the two, linear between the lengths that both have."""
+    both = sorted(ms.keys() & fewest.keys())
+    ratios = [ms[w] / max(fewest[w], 1e-6) for w in both] or [1.0]
+    return {w: ms.get(w, fewest[w] * float(np.interp(w, both or [w], ratios))) for w in fewest}
 
 
 def survey_table(survey: Survey) -> Table:
@@ -188,36 +262,42 @@ def survey_table(survey: Survey) -> Table:
         shape = [str(n) for n in (point.num_sequences, point.width, point.context, point.rows)]
         mark = "yes" if timed in survey.held_out else ""
         table.add_row(*shape, f"{timed.draft_ms:.2f}", f"{timed.verify_ms:.2f}", *predicted, mark)
-    errors = [survey.held_out_error(cost) for cost in (profile.linear, profile.table)]
-    table.caption = "held-out error " + ", ".join(
-        f"{name} {'-' if error is None else format(error, '.1%')}"
-        for name, error in zip(("linear", "table"), errors, strict=True)
-    )
+    table.caption = _caption(profile.survey)
     return table
 
 
+def _caption(facts: SurveyFacts | None) -> str:
+    if facts is None or not facts.num_held_out:
+        return "no time was left for shapes to be held out"
+    errors = {"linear": facts.held_out_linear_error, "table": facts.held_out_table_error}
+    shown = ", ".join(f"{name} {error:.1%}" for name, error in errors.items() if error is not None)
+    return f"mean error on the {facts.num_held_out} shapes held out: {shown}"
+
+
 class _Clock:
-    """How much of the budget is gone."""
+    """How much of the budget is left."""
 
     def __init__(self, budget_s: float) -> None:
         self.budget_s = budget_s
         self._start = time.perf_counter()
 
-    def share(self) -> float:
-        return (time.perf_counter() - self._start) / self.budget_s
+    def left_s(self) -> float:
+        return self.budget_s - (time.perf_counter() - self._start)
 
 
-def _time(engine: Engine, wanted: list[Point], clock: _Clock, until: float) -> list[Timed]:
-    """Time points until a share of the budget is spent; one that would cost too much of it, or does not fit, is left out.
+def _time(engine: Engine, wanted: Sequence[Point], needed: Sequence[Point], budget_s: float) -> list[Timed]:
+    """Time points until the budget is spent; one that would cost too much of it, or does not fit, is left out. Those
+    that are needed are timed at any cost.
 
     All points are gone through several times and each keeps its shortest time: what else the machine does only adds.
     """
     best: dict[Point, Timed] = {}
     too_large: set[Point] = set()
+    clock = _Clock(budget_s)
     for _, point in product(range(ROUNDS), wanted):
-        if clock.share() >= until:
-            break
-        repeats = _affordable_repeats(point, best, clock, until)
+        repeats = _affordable_repeats(point, best, clock)
+        if point in needed and point not in best:
+            repeats = max(1, repeats)
         if repeats < 1 or point in too_large:
             continue
         try:
@@ -232,12 +312,14 @@ def _time(engine: Engine, wanted: list[Point], clock: _Clock, until: float) -> l
     return [best[point] for point in wanted if point in best]
 
 
-def _affordable_repeats(point: Point, timed: Mapping[Point, Timed], clock: _Clock, until: float) -> int:
+def _affordable_repeats(point: Point, timed: Mapping[Point, Timed], clock: _Clock) -> int:
     """How often the point may run, beside the run that is not counted; 0 if it costs too much."""
+    left_s = clock.left_s()
+    if left_s <= 0:
+        return 0
     # Time grows at most as fast as rows do, so every timed point bounds this one from above.
     bounds = ((t.draft_ms + t.verify_ms) * max(1.0, point.rows / t.point.rows) for t in timed.values())
     expected_s = 1e-3 * min(bounds, default=0.0)
     if expected_s == 0.0:
         return MAX_REPEATS
-    left_s = (until - clock.share()) * clock.budget_s
     return min(MAX_REPEATS, int(min(POINT_SHARE * clock.budget_s, left_s) / expected_s) - 1)

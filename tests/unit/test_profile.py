@@ -6,10 +6,21 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.decide.cost import ProfileKey
+from slipstream.decide.cost import CostProfile, ProfileKey
+from slipstream.device.shapes import row_buckets
 from slipstream.errors import CapacityError, ConfigError
 from slipstream.lab import profile
-from slipstream.lab.profile import measure, points, profile_key, stored_profile, survey, survey_table
+from slipstream.lab.profile import (
+    Point,
+    Timed,
+    draft_times,
+    measure,
+    points,
+    profile_key,
+    stored_profile,
+    survey,
+    survey_table,
+)
 from slipstream.rehearse import StepTime
 
 KEY = ProfileKey(device="cpu: test x2", target="t", drafter="d", dtype="float32")
@@ -49,12 +60,14 @@ def test_a_linear_machine_is_recovered(machine: list[tuple[int, int, int]]) -> N
     assert (linear.c2, linear.c3) == pytest.approx((1e-4, 1e-3), rel=1e-6)
     assert found.profile.draft.at(7) == pytest.approx(2.7)
     assert found.held_out
-    assert found.held_out_error(linear) == pytest.approx(0, abs=1e-9)
+    assert found.profile.survey is not None
+    assert found.profile.survey.held_out_linear_error == pytest.approx(0, abs=1e-9)
     assert {(t.point.num_sequences, t.point.width, t.point.context) for t in found.held_out}.isdisjoint(
         (t.point.num_sequences, t.point.width, t.point.context) for t in found.timed
     )
     assert survey_table(found).row_count == len(found.timed) + len(found.held_out)
-    assert found.as_dict()["held_out_error"]["num_samples"] == len(found.held_out)
+    assert sum(sample["held_out"] for sample in found.as_dict()["samples"]) == len(found.held_out)
+    assert len(found.held_out) == found.profile.survey.num_held_out
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 64), (1, 7, 16), (64, 16, 8192), (3, 2, 300)])
@@ -86,6 +99,123 @@ def test_a_stored_profile_is_found_unless_it_is_too_small(machine: list[tuple[in
     measure(engine(max_num_seqs=16), KEY, budget_s=60).save()
     assert stored_profile(KEY, engine(max_num_seqs=64)) is not None
     assert stored_profile(KEY, engine(max_num_seqs=1, max_drafts=16)) is None
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_error_on_shapes_held_out_is_told(
+    machine: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch, padded: bool
+) -> None:
+    """Mean |predicted - measured| / measured, in the table, in the JSON and in the file; between fitted shapes only."""
+    true_step = profile.time_step
+
+    def slower(engine: Any, **shape: int) -> StepTime:
+        step = true_step(engine, **shape)
+        return StepTime(step.draft_ms, step.verify_ms * (1.25 if shape["context"] == 2 * profile.BASE_CONTEXT else 1.0))
+
+    monkeypatch.setattr(profile, "time_step", slower)
+    found = survey(engine(row_buckets=tuple(range(1, 129)) if padded else ()), KEY, budget_s=60)
+    facts = found.profile.survey
+    assert facts is not None
+    assert facts.held_out_linear_error == pytest.approx(0.2)  # (1.25 - 1) / 1.25
+    assert facts.held_out_table_error == pytest.approx(0.2, abs=0.02)
+    assert {p.context for p in (t.point for t in found.held_out)} == {2 * profile.BASE_CONTEXT}
+    assert facts.num_held_out == len(found.held_out) >= 9
+    assert len({t.point.num_sequences for t in found.held_out}) >= 3
+    for held in found.held_out:
+        assert any(held.point.within(t.point) for t in found.timed)
+    assert "20.0%" in str(survey_table(found).caption)
+    assert found.as_dict()["survey"]["held_out_linear_error"] == facts.held_out_linear_error
+    assert CostProfile.load(found.profile.save()) == found.profile
+
+
+def stairs_ms(rows: int, edges: tuple[int, ...]) -> float:
+    """No line: every stair has a height of its own."""
+    index = sorted(edges).index(min(e for e in edges if e >= rows))
+    return 1.0 + 0.2 * index + 0.5 * (index % 3 == 0)
+
+
+def test_every_stair_is_measured_and_none_is_smoothed(monkeypatch: pytest.MonkeyPatch) -> None:
+    edges = row_buckets(16 * 8)
+
+    def time_step(engine: Any, *, num_sequences: int, width: int, context: int, repeats: int) -> StepTime:
+        return StepTime(0.3 if width else 0.0, stairs_ms(num_sequences * (width + 1), edges))
+
+    monkeypatch.setattr(profile, "time_step", time_step)
+    found = survey(engine(row_buckets=edges), KEY, budget_s=60)
+    assert found.profile.use == "table"
+    for rows in range(1, 129):
+        assert found.profile.step.ms_of_rows(rows) == pytest.approx(stairs_ms(rows, edges)), rows
+    assert found.profile.survey is not None
+    assert found.profile.survey.held_out_table_error == pytest.approx(0, abs=1e-9)
+
+
+def test_a_line_that_is_nearly_right_does_not_replace_stairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 1%, and yet a row more is free in one place and dear in another."""
+    edges = row_buckets(16 * 8)
+
+    def time_step(engine: Any, *, num_sequences: int, width: int, context: int, repeats: int) -> StepTime:
+        padded = min(e for e in edges if e >= num_sequences * (width + 1))
+        return StepTime(0.3 if width else 0.0, 20 + 0.05 * padded)
+
+    monkeypatch.setattr(profile, "time_step", time_step)
+    found = survey(engine(row_buckets=edges), KEY, budget_s=60).profile
+    assert found.linear_error < 0.01
+    assert found.use == "table"
+    assert found.step.curve(65, 16).tolist() == pytest.approx([20 + 0.05 * 80] * 16)
+
+
+def test_draft_times_are_apart_from_the_target(machine: list[tuple[int, int, int]]) -> None:
+    found = survey(engine(), KEY, budget_s=60).profile
+    assert found.draft.lengths == (1, 2, 3, 4, 5, 6, 7)
+    assert found.draft.sequences == (1, 2, 4, 8, 16)
+    for length in found.draft.lengths:
+        for count in found.draft.sequences:
+            assert found.draft.at(length, count) == pytest.approx(2 + 0.1 * length)
+    assert found.linear.c0 == pytest.approx(20)  # nothing of the draft in it
+
+
+def test_lengths_that_were_not_timed_go_with_those_that_were() -> None:
+    timed = [Timed(Point(1, w, 192), 1.0 + w, 9.0) for w in range(8)]
+    timed += [Timed(Point(8, w, 192), 2 * (1.0 + w), 9.0) for w in (0, 1, 7)]
+    timed += [Timed(Point(5, 3, 192), 6.0, 9.0), Timed(Point(8, 7, 4096), 99.0, 9.0)]
+    found = draft_times(timed)
+    assert (found.lengths, found.sequences) == (tuple(range(1, 8)), (1, 5, 8))
+    assert [found.at(w, 8) for w in range(1, 8)] == pytest.approx([2 * (1.0 + w) for w in range(1, 8)])
+    assert [found.at(w, 5) for w in range(1, 8)] == pytest.approx([1.5 * (1.0 + w) for w in range(1, 8)])
+    assert draft_times([Timed(Point(1, 0, 192), 0.0, 9.0)]).at(7) == 0.0
+
+
+@pytest.mark.parametrize("plain_ms", [1.0, 126.0, 400.0, 4000.0])
+def test_a_slow_machine_is_surveyed_once(plain_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little of it 10 seconds are enough for, S drafts are timed, and the next start finds what was stored."""
+    now = [0.0]
+    monkeypatch.setattr(profile.time, "perf_counter", lambda: now[0])
+
+    def time_step(engine: Any, *, num_sequences: int, width: int, context: int, repeats: int) -> StepTime:
+        rows = num_sequences * (width + 1)
+        step = StepTime(0.2 * plain_ms if width else 0.0, plain_ms * (1 + 0.05 * rows))
+        now[0] += 1e-3 * (repeats + 1) * (step.draft_ms + step.verify_ms)
+        return step
+
+    monkeypatch.setattr(profile, "time_step", time_step)
+    large = engine(max_num_seqs=64)
+    found = measure(large, KEY)
+    assert found.draft.lengths[-1] == 7
+    assert found.draft.at(7) == pytest.approx(0.2 * plain_ms)
+    assert now[0] < 1.3 * profile.START_BUDGET_S + 8 * 2.6e-3 * plain_ms
+    found.save()
+    assert stored_profile(KEY, large) == found
+    assert stored_profile(KEY, engine(max_num_seqs=16)) == found
+    assert stored_profile(KEY, engine(max_drafts=16)) is None
+
+
+def test_a_hasty_survey_does_not_serve_an_engine_that_it_is_too_small_for(
+    machine: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(10_000))
+    monkeypatch.setattr(profile.time, "perf_counter", lambda: float(next(clock)))
+    measure(engine(), KEY, budget_s=3.0).save()
+    assert stored_profile(KEY, engine()) is None
 
 
 def test_a_spent_budget_ends_the_survey(machine: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
