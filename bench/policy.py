@@ -160,7 +160,8 @@ def serve(policy: Policy, script: Script, steps: int) -> dict[str, list[int]]:
             plan, _, decision, result = previous
             ms = 0.8 + 0.0005 * (plan.num_given + decision.num_draft_rows)
             clock.run("learn", policy.learn, plan, result)
-            clock.run("timed", policy.timed, plan, decision, ms * rng.lognormal(0, 0.05))
+            if clock.run("timed", policy.times, plan):
+                clock.run("timed", policy.timed, plan, decision, ms * rng.lognormal(0, 0.05))
 
     for number in range(WARM_UP + steps):
         plan = script.plan(number)

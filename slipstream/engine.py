@@ -45,7 +45,7 @@ class Drafted:
     rule: StepRule
     draft: Draft | None  # None: draft length 0, or nobody decodes
     report: Export | None  # its confidence on the way to the host
-    marks: tuple[Mark, Mark]  # around the launch
+    marks: tuple[Mark, Mark] | None  # around the launch, where it is timed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,12 +64,14 @@ class Flight:
     drafted: Drafted
     decision: Decision
     result: Export
-    marks: tuple[Mark, Mark]  # around the second launch
+    marks: tuple[Mark, Mark] | None  # around the second launch
 
     @property
-    def device_ms(self) -> float:
-        """Time of the two launches; known once the step is collected."""
-        return Stopwatch.elapsed_ms(*self.drafted.marks) + Stopwatch.elapsed_ms(*self.marks)
+    def device_ms(self) -> tuple[float, float] | None:
+        """Times of the two launches, if they were timed; known once the step is collected."""
+        if self.drafted.marks is None or self.marks is None:
+            return None
+        return Stopwatch.elapsed_ms(*self.drafted.marks), Stopwatch.elapsed_ms(*self.marks)
 
 
 class Engine:
@@ -115,7 +117,7 @@ class Engine:
             return self._stuck()
         if self.policy.waits_for == "lagged":
             self.take_confidence(self._previous.drafted if self._previous else None)
-        drafted = self.launch_draft(self._with_draft_length(plan))
+        drafted = self.launch_draft(self._with_draft_length(plan), self.policy.times(plan))
         if self.policy.waits_for == "fresh":
             self.take_confidence(drafted)
         decision = self.decide(drafted)
@@ -130,7 +132,7 @@ class Engine:
         if plan is None:  # nothing can be launched before the step in flight is known
             return self.collect(previous) if previous else self._stuck()
         deltas: Sequence[Delta] = []
-        drafted = self.launch_draft(self._with_draft_length(plan))
+        drafted = self.launch_draft(self._with_draft_length(plan), self.policy.times(plan))
         if self.policy.waits_for == "fresh":
             deltas = self.collect(previous)
             self.take_confidence(drafted)
@@ -168,8 +170,8 @@ class Engine:
 
     # ------------------------------------------------------------------ launch: one function per stage
 
-    def launch_draft(self, plan: StepPlan) -> Drafted:
-        start = self._stopwatch.mark()
+    def launch_draft(self, plan: StepPlan, timed: bool) -> Drafted:
+        start = self._stopwatch.mark() if timed else None
         self.num_decode_steps += plan.num_decode > 0
         with self._span(plan.step, "load", "device"):
             loaded = self.backend.load(plan)
@@ -183,7 +185,8 @@ class Engine:
             if self.policy.waits_for != "nothing":
                 with self._span(plan.step, "export_confidence", "copy"):
                     report = self._exporter.start("confidence", draft.signal[: plan.num_decode])
-        return Drafted(plan, loaded, rule, draft, report, (start, self._stopwatch.mark()))
+        marks = None if start is None else (start, self._stopwatch.mark())
+        return Drafted(plan, loaded, rule, draft, report, marks)
 
     def draft_stage(self, shape: DraftShape, loaded: PlanOnDevice, rule: StepRule, step: int) -> Draft:
         assert self.drafter is not None
@@ -194,17 +197,19 @@ class Engine:
             return draft
 
     def launch_verify(self, drafted: Drafted, decision: Decision) -> Flight:
-        plan, step, start = drafted.plan, drafted.plan.step, self._stopwatch.mark()
+        plan, step = drafted.plan, drafted.plan.step
+        start = None if drafted.marks is None else self._stopwatch.mark()
         widths = self._widths(drafted, decision)
         shape = self.backend.verify_shape(plan, decision)
         rows = self._run("verify", shape, partial(self.verify_stages, shape, drafted, widths), step)
         self.backend.before("accept", self._exporter)
         verdict = self._run("accept", shape, partial(self.accept_stages, shape, drafted, rows), step)
         self._settle(drafted, verdict)
-        end = self._stopwatch.mark()  # before the export: whoever waited for that has waited for this mark too
+        # Marked before the export: whoever waited for that has waited for this mark too.
+        marks = None if start is None else (start, self._stopwatch.mark())
         with self._span(step, "export", "copy"):
             result = self._exporter.start("result", verdict.result[: plan.num_sequences])
-        return Flight(drafted, decision, result, (start, end))
+        return Flight(drafted, decision, result, marks)
 
     def verify_stages(self, shape: VerifyShape, drafted: Drafted, widths: torch.Tensor) -> VerifiedRows:
         step, draft = drafted.plan.step, drafted.draft
@@ -264,7 +269,8 @@ class Engine:
         result = StepResult.of(plan.step, result_np)
         with self._span(plan.step, "commit", "host"):
             self.policy.learn(plan, result)
-            self.policy.timed(plan, flight.decision, flight.device_ms)
+            if (device_ms := flight.device_ms) is not None:
+                self.policy.timed(plan, flight.decision, sum(device_ms))
             gains = commit(plan, result, self.scheduler)
         self._hand_out(gains)
         return gains

@@ -79,12 +79,15 @@ class Timing:
 
     def __init__(self) -> None:
         self._num_steps = 0
-        self._latest = 0
+        self._untold = 0
 
-    def steps_if_due(self) -> int:
-        """Called once per step: how many there were since the last that was due, itself included; 0 if it is not."""
+    def is_due(self) -> bool:
+        """Called once per step: whether its time is wanted."""
         self._num_steps += 1
-        if self._num_steps > TIMED_EARLY and self._num_steps * TURN % 1.0 >= TIMED_SHARE:
-            return 0
-        steps, self._latest = self._num_steps - self._latest, self._num_steps
+        self._untold += 1
+        return self._num_steps <= TIMED_EARLY or self._num_steps * TURN % 1.0 < TIMED_SHARE
+
+    def steps_since(self) -> int:
+        """Called for a step whose time was wanted: how many steps began since this was last called, at least 1."""
+        steps, self._untold = max(self._untold, 1), 0
         return steps

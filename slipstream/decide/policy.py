@@ -1,7 +1,7 @@
 """Policies: how a step's draft length and verify widths are chosen. One object per engine, made by `make_policy`.
 
-The engine calls, per step and in this order, `draft_length`, `observe` (once the step's confidence is on the host),
-`decide` and `learn` (once its result is); `waits_for` tells it whether `decide` needs this step's confidence, the last
+The engine calls, per step and in this order, `draft_length`, `times`, `observe` (once the step's confidence is on the
+host), `decide`, `learn` (once its result is) and perhaps `timed`; `waits_for` tells it whether `decide` needs this step's confidence, the last
 step's, or none. What need not happen in every step does not: lessons, the draft length and the correction of the cost
 model wait a few steps each. Nothing here knows a clock or a device, and the engine never asks which mode a policy is.
 Text does not depend on any of it. Letters in shapes: B sequences, D of them decode, S positions, d the draft length.
@@ -68,8 +68,11 @@ class Policy(Protocol):
     def learn(self, plan: StepPlan, result: StepResult) -> None:
         """Take in what became of the drafts of `plan`. Rows outside `plan.teaches_np` teach nothing."""
 
+    def times(self, plan: StepPlan) -> bool:
+        """Whether `timed` is wanted for this step. Called once per step, before its draft."""
+
     def timed(self, plan: StepPlan, decision: Decision, measured_ms: float) -> None:
-        """Take in how long the whole step took, draft included. Optional."""
+        """Take in how long the whole step took, draft included."""
 
 
 class FullWidth:
@@ -98,6 +101,9 @@ class FullWidth:
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
         pass
+
+    def times(self, plan: StepPlan) -> bool:
+        return False
 
     def timed(self, plan: StepPlan, decision: Decision, measured_ms: float) -> None:
         pass
@@ -259,9 +265,13 @@ class Adaptive:
             self._lessons.hear(result)
         self._lessons.teach_when_due(self.survival)
 
+    def times(self, plan: StepPlan) -> bool:
+        """A part of the steps corrects the cost model."""
+        return self.cost is not None and self._timing.is_due()
+
     def timed(self, plan: StepPlan, decision: Decision, measured_ms: float) -> None:
-        """A part of the steps corrects the cost model; how many went by is told with it."""
-        if self.cost is None or not (steps := self._timing.steps_if_due()):
+        """How many steps went by is told with it."""
+        if self.cost is None:
             return
         kv = plan.context_upper_bound_np.astype(np.float64)
         rows = plan.num_given_np.astype(np.float64)
@@ -279,7 +289,7 @@ class Adaptive:
             kv=float(np.add.reduce(kv)),
             draft_length=plan.draft_length,
             num_sequences=plan.num_decode,
-            steps=steps,
+            steps=self._timing.steps_since(),
         )
         if self._causal and not self._budget and plan.any_sampled:
             self.cost.step.hull()  # kept by the price; made here, a decision need not wait for it

@@ -196,15 +196,17 @@ def replay(trace: DraftTrace, scale_np: Floats | None = None, *, learns: bool = 
     """
     model = SurvivalModel(trace.num_drafts, scale_np, learns=learns)
     previous = trace.previous_np
-    fresh, lagged = np.zeros((2, len(trace), trace.num_drafts))
+    fresh, lagged, told = np.zeros((3, len(trace), trace.num_drafts))  # told: fresh, as of when the engine heard of it
     bounds = np.flatnonzero(np.diff(trace.engine_step_np, prepend=-1, append=-1))
     taught: NDArray[np.intp] | None = None
     for first, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         rows = np.arange(first, end)
-        fresh[rows] = model.fresh(trace.signal_np[rows], trace.class_np[rows])
-        lagged[rows] = _predict(model, trace, rows, previous[rows])
         if taught is not None:
-            _teach(model, trace, taught, previous[taught])
+            told[taught] = model.fresh(trace.signal_np[taught], trace.class_np[taught])
+        fresh[rows] = model.fresh(trace.signal_np[rows], trace.class_np[rows])
+        lagged[rows] = _predict(model, trace, rows, told)
+        if taught is not None:
+            _teach(model, trace, taught, told)
         taught = rows
     return Replay(fresh_np=fresh, lagged_np=lagged, lag_known_np=previous >= 0)
 
@@ -231,19 +233,18 @@ def foretell(trace: DraftTrace, scale_np: Floats | None) -> Foretold:
     return Foretold(survival_np=survival, lag_known_np=served.lag_known_np)
 
 
-def _predict(model: SurvivalModel, trace: DraftTrace, rows: Ints, previous: Ints) -> Floats:
-    classes = trace.class_np[rows]
-    last = model.fresh(trace.signal_np[previous], classes)  # of unknown rows: anything, it is not used
+def _predict(model: SurvivalModel, trace: DraftTrace, rows: Ints, told: Floats) -> Floats:
+    """`told` [n, S]: survivals of earlier steps; of rows without one: anything, it is not used."""
+    classes, previous = trace.class_np[rows], trace.previous_np[rows]
+    last = told[previous]
     return np.where((previous >= 0)[:, None], model.predict(last, classes), model.prior(classes))
 
 
-def _teach(model: SurvivalModel, trace: DraftTrace, rows: Ints, previous: Ints) -> None:
+def _teach(model: SurvivalModel, trace: DraftTrace, rows: Ints, told: Floats) -> None:
     """What `Adaptive` teaches from a step: first survivals, then outcomes."""
-    classes, signal = trace.class_np[rows], trace.signal_np[rows]
+    classes, previous = trace.class_np[rows], trace.previous_np[rows]
     teaches = trace.widths_np[rows] > 0
     lengths = np.where(previous >= 0, trace.num_drafts, 0)
-    last = model.fresh(trace.signal_np[previous], classes)
-    model.teach_survival(model.fresh(signal, classes), last, lengths, classes, teaches)
-    model.teach_outcomes(
-        model.confidence(signal, classes), trace.widths_np[rows], trace.accepted_np[rows], classes, teaches
-    )
+    confidence = model.confidence(trace.signal_np[rows], classes)
+    model.teach_survival(told[rows], told[previous], lengths, classes, teaches)
+    model.teach_outcomes(confidence, trace.widths_np[rows], trace.accepted_np[rows], classes, teaches)

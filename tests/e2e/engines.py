@@ -218,11 +218,11 @@ class Spy:
                 found[int(step.batch.context[row])] = (step.draft.token_ids[row].tolist(), signal)
         return found
 
-    def _on_draft(self, plan: StepPlan):
+    def _on_draft(self, plan: StepPlan, timed: bool):
         scheduler, requests = self._engine.scheduler, self._engine.requests
         owned = {uid: frozenset(scheduler.pages_of(request)) for uid, request in requests.items()}
         self.steps.append(Step(plan, owned))
-        drafted = self._launch_draft(plan)
+        drafted = self._launch_draft(plan, timed)
         self.steps[-1].draft = drafted.draft
         return drafted
 

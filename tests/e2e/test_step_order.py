@@ -149,10 +149,10 @@ def guarded(llm, through_decision):
     launch_draft, launch_verify = engine.launch_draft, engine.launch_verify
     stack = ExitStack()
 
-    def first(plan):
+    def first(plan, timed):
         stack.enter_context(forbid_hidden_reads())
         try:
-            return launch_draft(plan)
+            return launch_draft(plan, timed)
         finally:
             if not through_decision:
                 stack.close()

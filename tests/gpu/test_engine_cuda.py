@@ -142,7 +142,7 @@ def test_padding_touches_nothing_that_lives() -> None:
     engine.drain()
     torch.cuda.synchronize()
     before = living(engine)
-    drafted = engine.launch_draft(nobody())
+    drafted = engine.launch_draft(nobody(), False)
     none = np.zeros(0, np.int32)
     engine.backend.place(Decision(widths_np=none, budget=None, caps_np=none))
     shapes = [s for s in engine.backend.buckets.verify_shapes() if engine.backend.graphs.find(("verify", s))]
@@ -181,9 +181,9 @@ def test_pinned_memory_is_not_used_again_before_it_was_read(
     expected = [c.token_ids for c in engine_of(mode).generate(PROMPTS, params)]
     launch, start = Engine.launch_draft, Exporter.start
 
-    def launched_late(self: Engine, plan: Any) -> Any:
+    def launched_late(self: Engine, *args: Any) -> Any:
         torch.cuda._sleep(2_000_000)
-        return launch(self, plan)
+        return launch(self, *args)
 
     def exported_late(self: Exporter, kind: str, tensor: torch.Tensor) -> Any:
         with torch.cuda.stream(self._stream):

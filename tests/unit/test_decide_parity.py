@@ -307,6 +307,7 @@ def learn(policy, slow, previous, timed):
     plan, _, result, decision = previous
     timed.clear()
     policy.learn(plan, result)
-    policy.timed(plan, decision, 3.0 + 0.01 * plan.step % 1)
+    if policy.times(plan):
+        policy.timed(plan, decision, 3.0 + 0.01 * plan.step % 1)
     slow.learn(plan, result)
     assert timed == ([steps] if (steps := slow.steps_if_timed()) else [])

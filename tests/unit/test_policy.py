@@ -780,7 +780,8 @@ def test_measured_times_correct_the_price(mode):
         if step % 2:
             plan = replace(plan, draft_length=0, caps_np=np.zeros(4, np.int32))
         decision = policies._in_full(policies._caps(plan))
-        policy.timed(plan, decision, 4.0 + 0.04 * (4 + decision.num_draft_rows) * rng.lognormal(0, 0.05))
+        if policy.times(plan):
+            policy.timed(plan, decision, 4.0 + 0.04 * (4 + decision.num_draft_rows) * rng.lognormal(0, 0.05))
     step_cost = policy.cost.step
     assert step_cost.c1 / step_cost.c0 > 1.5 * 0.02 / 4.0
     policy.timed(plan_of(0, rows), Drive(policy).step(rows, 0.5), 5.0)
@@ -788,7 +789,7 @@ def test_measured_times_correct_the_price(mode):
 
 def test_an_eighth_of_the_steps_is_timed_whatever_their_rhythm_and_all_are_counted():
     timing = pace.Timing()
-    steps = [timing.steps_if_due() for _ in range(pace.TIMED_EARLY + 8000)]
+    steps = [timing.steps_since() if timing.is_due() else 0 for _ in range(pace.TIMED_EARLY + 8000)]
     assert steps[: pace.TIMED_EARLY] == [1] * pace.TIMED_EARLY
     due = np.flatnonzero(steps)
     assert sum(steps) == due[-1] + 1
