@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,10 +69,12 @@ class CostModel:
     one per part: fixed and varying share of a linear cost, each entry and the KV terms of a table, and the draft. The
     common one changes no decision, since rates are compared; it is there so that a slow minute is not taken for a fault
     of the part that happened to run in it. A Kalman filter follows them: a part counts by its share of the step, what is
-    not seen returns slowly to what was fitted, an error is clipped (a pause of a second counts no more than one of
-    25%), and no factor leaves its bounds.
+    not seen returns slowly to what was fitted, and no factor leaves its bounds. It is told the median of the last three
+    steps of the same bucket (table entry or octave of rows, and draft length), so that one step that went wrong changes
+    nothing; and no error above 25%, so that several change little.
     """
 
+    MEDIAN_OF = 3
     MAX_ERROR = math.log(1.25)  # of one observation
     NOISE = 0.15**2  # variance of an observation's logarithm
     PART_VARIANCE, COMMON_VARIANCE = 0.3**2, 0.7**2  # before anything was observed
@@ -85,6 +88,8 @@ class CostModel:
         self.corrects = corrects
         self.num_observed = 0
         self._steps_since_refresh = 0
+        self._unfollowed = 0  # steps since the filter was last told anything
+        self._recent: dict[tuple[int, int, int], deque[float]] = {}  # by bucket: log of measured / fitted
         num_parts = len(step.parts(1, 0.0, 0.0))
         self._prior_np = np.array([self.PART_VARIANCE] * (num_parts + 1) + [self.COMMON_VARIANCE])
         self._bound_np = np.array([self.PART_BOUND] * (num_parts + 1) + [self.COMMON_BOUND])
@@ -132,23 +137,42 @@ class CostModel:
         """
         if not self.corrects or not math.isfinite(measured_ms) or measured_ms <= 0 or rows < 1:
             return
+        self.num_observed += 1
+        self._steps_since_refresh += steps
+        self._unfollowed += steps
         weight = np.empty_like(self._log_np)
         weight[:-2] = self.fitted.parts(rows, kv_rows, kv)
         weight[-2] = self._fitted_draft_ms(draft_length, num_sequences)
         parts = weight[:-1]
-        parts *= self.factors
-        predicted = float(np.add.reduce(parts))
-        if predicted <= 0:
-            return
-        parts /= predicted
-        weight[-1] = 1.0
-        self._follow(weight, max(-self.MAX_ERROR, min(self.MAX_ERROR, math.log(measured_ms / predicted))), steps)
-        self.num_observed += 1
-        self._steps_since_refresh += steps
+        if (fitted_ms := float(np.add.reduce(parts))) > 0:
+            bucket = (int(parts[:-2].argmax()), rows.bit_length(), draft_length)
+            typical = self._typical(bucket, math.log(measured_ms / fitted_ms))
+            if typical is not None:
+                self._correct(weight, typical)
         if self._steps_since_refresh >= self.REFRESH:
             self._steps_since_refresh = 0
             self._step = self.fitted.scaled(self.factors[:-1])
             self._draft_factor = float(self.factors[-1])
+
+    def _typical(self, bucket: tuple[int, int, int], log_ratio: float) -> float | None:
+        """The median of the bucket's last steps, this one among them; None while there are too few."""
+        recent = self._recent.get(bucket)
+        if recent is None:
+            recent = self._recent[bucket] = deque(maxlen=self.MEDIAN_OF)
+        recent.append(log_ratio)
+        return sorted(recent)[self.MEDIAN_OF // 2] if len(recent) == self.MEDIAN_OF else None
+
+    def _correct(self, weight: Floats, log_ratio: float) -> None:
+        """`weight`: what each part was fitted to take, in ms; turned into shares of the step as it is predicted now."""
+        parts = weight[:-1]
+        fitted_ms = float(np.add.reduce(parts))
+        parts *= self.factors
+        predicted_ms = float(np.add.reduce(parts))
+        parts /= predicted_ms
+        weight[-1] = 1.0
+        error = log_ratio - math.log(predicted_ms / fitted_ms)
+        self._follow(weight, max(-self.MAX_ERROR, min(self.MAX_ERROR, error)), self._unfollowed)
+        self._unfollowed = 0
 
     def _follow(self, weight: Floats, error: float, steps: int) -> None:
         """One step of the filter: `error` of the log time, to which each log factor contributes by its `weight`."""

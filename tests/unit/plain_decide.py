@@ -75,14 +75,23 @@ class Filter:
         self.bound = np.array([model.PART_BOUND] * (num_parts + 1) + [model.COMMON_BOUND])
         self.log = np.zeros(num_parts + 2)
         self.covariance = np.diag(self.prior)
+        self.seen, self.steps = {}, 0
 
     def observe(self, rows, measured_ms, kv_rows, kv, draft_length, num_sequences, steps=1):
         model = self.model
-        draft = model.fitted_draft.at(draft_length, num_sequences)
-        parts = np.append(model.fitted.parts(rows, kv_rows, kv), draft) * np.exp(self.log[:-1] + self.log[-1])
+        self.steps += steps
+        target = model.fitted.parts(rows, kv_rows, kv)
+        fitted = np.append(target, model.fitted_draft.at(draft_length, num_sequences))
+        seen = self.seen.setdefault((int(np.argmax(target[:-1])), rows.bit_length(), draft_length), [])
+        seen.append(math.log(measured_ms / float(fitted.sum())))
+        if len(seen) < 3:
+            return
+        parts = fitted * np.exp(self.log[:-1] + self.log[-1])
         predicted = float(parts.sum())
-        error = float(np.clip(math.log(measured_ms / predicted), -model.MAX_ERROR, model.MAX_ERROR))
-        weight, kept = np.append(parts / predicted, 1.0), (1 - model.FORGET) ** steps
+        error = float(np.median(seen[-3:])) - math.log(predicted / float(fitted.sum()))
+        error = float(np.clip(error, -model.MAX_ERROR, model.MAX_ERROR))
+        weight, kept = np.append(parts / predicted, 1.0), (1 - model.FORGET) ** self.steps
+        self.steps = 0
         self.log = self.log * kept
         self.covariance = self.covariance * (kept * kept)
         self.covariance[np.diag_indices_from(self.covariance)] += (1 - kept * kept) * self.prior

@@ -345,6 +345,31 @@ def test_a_slow_machine_does_not_change_what_is_cheap():
     assert ratios.mean() == pytest.approx(1.5, rel=0.1)
 
 
+@pytest.mark.parametrize("cost", [LinearCost(4.0, 0.1), TableCost(rows=(8, 16, 32), ms=(4.0, 5.0, 6.0))])
+@pytest.mark.parametrize("at", [0, 1, 2, 40, 300])
+def test_one_step_that_went_wrong_changes_nothing(cost, at):
+    """A pause, a fault of the clock: whenever it comes, the corrected prices are those of an engine that had none."""
+    models = [CostModel(cost, DraftTimes.constant(1.0)) for _ in range(2)]
+    for step in range(400):
+        rows = (8, 16, 32)[step % 3]
+        true_ms = 1.2 * (cost.ms_of_rows(rows) + 1.0)
+        for model, wrong in zip(models, (False, True), strict=True):
+            model.observe(rows, true_ms * (1000.0 if wrong and step == at else 1.0), draft_length=7)
+            assert (
+                model.step == models[0].step or at < 9 > step - 9
+            )  # early on one bucket may wait for a third step more
+    np.testing.assert_allclose(models[1].factors, models[0].factors, rtol=1e-9)
+
+
+def test_steps_that_stay_slow_are_believed():
+    model = CostModel(LinearCost(4.0, 0.1))
+    for _ in range(200):
+        model.observe(8, 4.8)
+    for _ in range(200):
+        model.observe(8, 9.6)
+    assert model.step.ms_of_rows(8) == pytest.approx(9.6, rel=0.1)
+
+
 def test_correction_is_bounded_and_ignores_what_is_no_time():
     model = CostModel(LinearCost(4.0, 0.1), DraftTimes.constant(1.0))
     for value in (math.nan, math.inf, 0.0, -3.0):

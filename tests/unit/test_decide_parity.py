@@ -137,16 +137,17 @@ def test_survivals_equal_the_plain_ones_whatever_was_learned(size, scaled, mixed
 def test_the_correction_equals_its_matrices(cost):
     model = CostModel(cost, DraftTimes((1, 7), (1, 64), ((0.1, 0.2), (0.3, 0.9))))
     slow, rng = plain.Filter(model), np.random.default_rng(0)
-    for _ in range(200):
-        rows, kv = int(rng.integers(1, 3000)), float(rng.integers(1, 10**6))
-        fields = {"kv_rows": 3 * kv, "kv": kv, "draft_length": int(rng.integers(0, 8)), "num_sequences": 5}
+    for _ in range(400):
+        rows, kv = int(rng.lognormal(4, 1.5)) + 1, float(rng.integers(1, 10**6))
+        fields = {"kv_rows": 3 * kv, "kv": kv, "draft_length": int(rng.choice([0, 1, 7])), "num_sequences": 5}
         fields["steps"] = int(rng.choice([1, 3, 5]))
         ms = float(rng.lognormal(1, 1))
         model.observe(rows, ms, **fields)
         slow.observe(rows, ms, **fields)
         np.testing.assert_array_equal(model._log_np, slow.log)
         np.testing.assert_array_equal(model._covariance_np, slow.covariance)
-    assert model.num_observed == 200
+    assert model.num_observed == 400
+    assert sum(max(0, len(seen) - 2) for seen in slow.seen.values()) > 200
 
 
 # ------------------------------------------------------------------------------------------------- store and whole policy
