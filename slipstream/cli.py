@@ -24,6 +24,7 @@ from slipstream.commands.export import export
 from slipstream.commands.generate import generate
 from slipstream.commands.inspect import inspect
 from slipstream.commands.profile import profile
+from slipstream.commands.simulate import simulate
 from slipstream.commands.trace import trace
 from slipstream.commands.train import train
 from slipstream.errors import SlipstreamError
@@ -43,6 +44,7 @@ COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (bench, "bench --modes off,static,lag --concurrency 1,8 --waves 5 --json"),
     (profile, "profile --draft smollm2-135m-dspark --budget 30"),
     (trace, "trace --out runs/trace.npz --prompts questions.jsonl --requests 32 --concurrency 32"),
+    (simulate, "simulate --trace runs/trace.npz --profile runs/cost.json --concurrency 1,32 --plot runs/simulate.png"),
     (evaluate, "evaluate --draft smollm2-135m-dspark --limit 4 --temperature 0"),
     (inspect, "inspect smollm2-135m-dspark --json"),
     (

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL_INCHES = 3.4
+NUM_COLORS = 10  # that differ; further lines are dashed
 LARGEST_DOT = 120.0  # points squared, of the bin that holds most
 
 
@@ -25,6 +26,17 @@ class ReliabilityPanel:
 
     title: str
     series: tuple[tuple[str, Sequence[Bin]], ...]  # name, table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinePanel:
+    """Figures over a load, a line for each of several policies."""
+
+    title: str
+    xlabel: str
+    ylabel: str
+    series: tuple[tuple[str, Sequence[float], Sequence[float]], ...]  # name, loads, figures
+    doubling: bool = False  # figures grow with the load
 
 
 def reliability_plot(path: Path, panels: Sequence[ReliabilityPanel]) -> None:
@@ -46,6 +58,39 @@ def _draw_table(axes: "Axes", name: str, table: Sequence[Bin], most: int) -> Non
     (line,) = axes.plot(predicted, outcome, linewidth=1, label=name)
     area = [LARGEST_DOT * one.count / most for one in table]
     axes.scatter(predicted, outcome, s=area, color=line.get_color(), alpha=0.6, linewidths=0)
+
+
+def lines_plot(path: Path, rows: Sequence[Sequence[LinePanel]]) -> None:
+    """Panels in rows of one length, over loads that double. A name has one colour in all of them, and one legend."""
+    figure = new_figure(len(rows[0]), len(rows))
+    names = list(dict.fromkeys(name for row in rows for panel in row for name, _, _ in panel.series))
+    for axes, panel in zip(figure.axes, (panel for row in rows for panel in row), strict=True):
+        for name, loads, figures in panel.series:
+            at = names.index(name)
+            marker, dashes = ("o", "-") if at < NUM_COLORS else ("s", "--")
+            axes.plot(loads, figures, dashes, color=f"C{at % NUM_COLORS}", marker=marker, markersize=3, linewidth=1)
+        loads_shown = sorted({load for _, loads, _ in panel.series for load in loads})
+        if loads_shown and loads_shown[0] > 0:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(loads_shown, [f"{load:g}" for load in loads_shown], minor=False)
+        if panel.doubling:
+            axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter("{x:g}")
+        axes.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
+    _legend(figure, names)
+    save(figure, path)
+
+
+def _legend(figure: "Figure", names: Sequence[str]) -> None:
+    """To the right of all panels."""
+    from matplotlib.lines import Line2D
+
+    lines = [
+        Line2D([], [], color=f"C{at % NUM_COLORS}", linestyle="-" if at < NUM_COLORS else "--", label=name)
+        for at, name in enumerate(names)
+    ]
+    if lines:
+        figure.legend(handles=lines, loc="outside right upper", fontsize="small", frameon=False)
 
 
 def require_matplotlib(path: Path) -> None:
