@@ -10,7 +10,7 @@ from slipstream.commands import flags
 from slipstream.commands.shared import as_tuple, deliver, options_of, say, screen, several
 from slipstream.errors import ConfigError
 from slipstream.files import check_writable
-from slipstream.lab.bench_options import BenchOptions
+from slipstream.lab.bench_options import BenchOptions, Replay
 from slipstream.lab.plots import require_matplotlib
 from slipstream.lab.report import probe_table, rows_table
 from slipstream.lab.timeline import Timeline
@@ -29,11 +29,20 @@ def bench(
     ] = None,
     concurrency: Annotated[str | None, typer.Option(help="Requests at a time, or several: 1,8. Default: 1.")] = None,
     prompts: Annotated[
-        str | None, typer.Option(help="JSON lines with turns, or random:N, N tokens each. Default: a sample of gsm8k.")
+        str | None,
+        typer.Option(
+            help="JSON lines with turns, or random:N, N tokens each; with a trace, sets of it. Default: a sample of gsm8k."
+        ),
     ] = None,
     requests: Annotated[int | None, typer.Option(help="Prompts per wave. Default: 4, or concurrency.")] = None,
     waves: Annotated[int | None, typer.Option(help="How often all modes take turns. Default: 3.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Output tokens at most. Default: 128.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Output tokens at most. Default: 128; as many as in a trace.")
+    ] = None,
+    acceptance: Annotated[
+        str | None,
+        typer.Option(help="coupled, rejection, or a trace (.npz) whose acceptance is replayed. Default: coupled."),
+    ] = None,
     temperature: flags.Temperature = None,
     seed: flags.Seed = None,
     dtype: flags.Dtype = None,
@@ -67,6 +76,13 @@ def bench(
     if timeline is not None:
         _write_timeline(timeline, spans, result.report)
     deliver(result.report, output, as_json)
+
+
+NO_LIMIT = 1 << 30  # tokens of an answer that ends by itself
+
+
+def _is_trace(acceptance: object) -> bool:
+    return isinstance(acceptance, str | Path) and Path(acceptance).suffix == ".npz"
 
 
 def _timeline(path: Path | None, options: BenchOptions) -> Timeline:
@@ -108,11 +124,15 @@ def _bench_options(options: Options) -> BenchOptions:
         fields["num_speculative_tokens"] = as_tuple(speculative.pop("num_speculative_tokens"))
     if not isinstance(options.command.get("prompts", ""), str):
         raise ConfigError(f"prompts is {options.command['prompts']!r}; give a path, or random:N")
-    if "prompts" in options.command:
+    if _is_trace(speculative.get("acceptance")):
+        sets = several("prompts", options.command.get("prompts"), str) or []
+        fields["replay"] = Replay(trace=Path(speculative.pop("acceptance")), sets=tuple(sets))
+    elif "prompts" in options.command:
         fields["prompts"] = prompt_source(options.command["prompts"])
     fields |= {name: options.command[name] for name in ("requests", "waves", "probe") if name in options.command}
     # What is made up has no end of its own: answers go on to max_tokens, unless told otherwise.
-    sampling = {"max_tokens": 128, "ignore_eos": isinstance(fields.get("prompts"), MadeUp), **options.sampling}
+    most_tokens = NO_LIMIT if "replay" in fields else 128
+    sampling = {"max_tokens": most_tokens, "ignore_eos": isinstance(fields.get("prompts"), MadeUp), **options.sampling}
     return BenchOptions(
         **fields, speculative=speculative, sampling=dataclasses.replace(options, sampling=sampling).sampling_params()
     )

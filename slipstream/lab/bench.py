@@ -8,11 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from slipstream.backends import Adapt
+from slipstream.config import SamplingParams
 from slipstream.device.events import Span
 from slipstream.errors import ConfigError
 from slipstream.lab import ceilings, machine
-from slipstream.lab.bench_options import BenchOptions, Case, label
+from slipstream.lab.bench_options import BenchOptions, Case, Replay
+from slipstream.lab.dense import DenseTrace
 from slipstream.lab.measure import load, request_params, run_wave, sizes, warm_up
+from slipstream.lab.replay import replay, replay_requests
 from slipstream.lab.report import Settings, bench_row, ceiling_line, row_key
 from slipstream.lab.waves import Wave
 from slipstream.llm import LLM, Completion
@@ -35,30 +39,44 @@ class BenchResult:
 def run(options: BenchOptions, say: Callable[[str], None], watch: Watch | None = None) -> BenchResult:
     """Measure all cases; `say` gets one line per thing done, `watch` the spans of every wave that is probed."""
     texts = read_requests(options)
+    trace = None if options.replay is None else read_trace(options.replay)
     models = load(options.model, options.draft, options.engine, options.speculative)
-    cases, prompts = options.cases(), wave_prompts(options, texts, models)
-    llms = [start(models, case, options, prompts, say) for case in cases]
+    cases = options.cases()
+    served = wave_load(options, texts, models) if trace is None else replayed_load(options, trace, models)
+    llms = [start(models, case, options, served, say) for case in cases]
     found = {**ceilings.ceilings(models.target), **step_times(llms)}
     say(ceiling_line(found))
-    params = request_params(options.sampling, options.num_requests)
     waves: list[list[Wave]] = [[] for _ in cases]
     first: list[tuple[Completion, ...]] = []
     for number in range(options.waves):
         for index, (case, llm) in enumerate(zip(cases, llms, strict=True)):
-            wave, completions = run_wave(llm, prompts, params, options.probe)
+            wave, completions = run_wave(llm, served.prompts, served.params, options.probe)
             waves[index].append(wave)
             if options.probe and watch is not None:
-                watch(label(case), llm.engine.recorder.spans)
+                watch(options.label(case), llm.engine.recorder.spans)
             if number == 0:
                 first.append(completions)
-            say(f"wave {number + 1}/{options.waves}  {label(case)}: {wave.tok_per_s:.1f} tok/s")
+            say(f"wave {number + 1}/{options.waves}  {options.label(case)}: {wave.tok_per_s:.1f} tok/s")
     rows = make_rows(options, models, cases, llms, waves)
     return BenchResult(report=make_report(options, models, found, rows), cases=tuple(cases), completions=tuple(first))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What every wave serves."""
+
+    prompts: Sequence[Prompt]
+    params: Sequence[SamplingParams]  # one each
+    adapt: Adapt | None = None  # what the engines are wrapped in
+
+    @property
+    def max_tokens(self) -> int:
+        return max(params.max_tokens for params in self.params)
+
+
 def read_requests(options: BenchOptions) -> list[str]:
     """The texts of every wave, none where prompts are made up."""
-    if isinstance(options.prompts, MadeUp):
+    if options.replay is not None or isinstance(options.prompts, MadeUp):
         return []
     found, wanted = read_prompts(options.prompts, limit=options.num_requests), options.num_requests
     if len(found) < wanted:
@@ -69,11 +87,34 @@ def read_requests(options: BenchOptions) -> list[str]:
     return found
 
 
+def read_trace(source: Replay) -> DenseTrace:
+    trace = DenseTrace.load(source.trace)
+    return trace.of_sets(source.sets) if source.sets else trace
+
+
+def wave_load(options: BenchOptions, texts: Sequence[str], models: Models) -> Load:
+    params = request_params(options.sampling, options.num_requests)
+    return Load(prompts=wave_prompts(options, texts, models), params=params)
+
+
+def replayed_load(options: BenchOptions, trace: DenseTrace, models: Models) -> Load:
+    """Requests that stand for answers of the trace, and the engines' part of it."""
+    prompts, params = replay_requests(
+        trace, options.num_requests, vocab_size=models.vocab_size, most_positions=_most_positions(options, models),
+        max_tokens=options.sampling.max_tokens,
+    )  # fmt: skip
+    return Load(prompts=prompts, params=params, adapt=replay(trace))
+
+
+def _most_positions(options: BenchOptions, models: Models) -> int:
+    return int(options.engine.get("max_model_len") or models.target.spec.max_position_embeddings)
+
+
 def wave_prompts(options: BenchOptions, texts: Sequence[str], models: Models) -> list[Prompt]:
     """What every wave serves; prompts that are made up, and answers to them, have exactly the length asked for."""
     if not isinstance(options.prompts, MadeUp):
         return [user(text) for text in texts]
-    limit = int(options.engine.get("max_model_len") or models.target.spec.max_position_embeddings)
+    limit = _most_positions(options, models)
     if options.prompts.num_tokens + options.sampling.max_tokens > limit:
         raise ConfigError(
             f"prompts {options.prompts} and max_tokens {options.sampling.max_tokens} go beyond {limit} positions; "
@@ -82,16 +123,15 @@ def wave_prompts(options: BenchOptions, texts: Sequence[str], models: Models) ->
     return [*options.prompts.draw(options.num_requests, models.vocab_size)]
 
 
-def start(
-    models: Models, case: Case, options: BenchOptions, prompts: Sequence[Prompt], say: Callable[[str], None]
-) -> LLM:
+def start(models: Models, case: Case, options: BenchOptions, served: Load, say: Callable[[str], None]) -> LLM:
     """An engine for one case, warmed up: its first steps, and the cost model if it makes one, are not timed."""
-    say(f"starting {label(case)}")
+    say(f"starting {options.label(case)}")
     engine = {
-        **sizes(models, prompts, options.sampling.max_tokens, options.engine),
+        **sizes(models, served.prompts, served.max_tokens, options.engine),
         "max_num_seqs": case.concurrency,
     }
-    return warm_up(LLM(models, speculative=options.speculative_config(case), **engine), prompts)
+    llm = LLM(models, speculative=options.speculative_config(case), adapt=served.adapt, **engine)
+    return warm_up(llm, served.prompts, None if served.adapt is None else served.params)
 
 
 def step_times(llms: Sequence[LLM]) -> dict[str, float]:
@@ -112,9 +152,9 @@ def make_rows(
     options: BenchOptions, models: Models, cases: Sequence[Case], llms: Sequence[LLM], waves: Sequence[Sequence[Wave]]
 ) -> list[dict[str, Any]]:
     settings = Settings(
-        prompts=prompts_name(options.prompts),
+        prompts=options.prompts_name,
         dtype=str(models.target.head_weight.dtype).removeprefix("torch."),
-        acceptance=options.speculative.get("acceptance", "coupled"),
+        acceptance=options.acceptance,
         temperature=options.sampling.temperature,
     )
     off = {case.concurrency: measured for case, measured in zip(cases, waves, strict=True) if case.mode == "off"}
@@ -124,6 +164,8 @@ def make_rows(
         resolved = replace(case, num_speculative_tokens=llm.engine.scheduler.limits.max_drafts or None)
         plain = off.get(case.concurrency, ())
         rows.append(bench_row(resolved, settings, notes.get("confidence_signal"), measured, plain))
+        if options.replay is not None:  # drafts stand that the target would not have written
+            rows[-1]["same_as_off"] = None
     return rows
 
 

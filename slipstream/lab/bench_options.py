@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from slipstream.config import MODES, SamplingParams, SpeculativeConfig
 from slipstream.errors import ConfigError
-from slipstream.prompts import PromptSource
+from slipstream.prompts import PromptSource, prompts_name
 
 IGNORED_BY_MODE: Mapping[str, frozenset[str]] = {
     "off": frozenset(SpeculativeConfig.__dataclass_fields__),
@@ -26,6 +27,17 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """Acceptance out of a dense trace, in place of that of the models that are measured."""
+
+    trace: Path
+    sets: tuple[str, ...] = ()  # of the trace's prompts; none: all
+
+    def __str__(self) -> str:
+        return f"replayed from {self.trace}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
     model: str = "smollm2-135m"
     draft: str | None = "smollm2-135m-dspark"
@@ -33,6 +45,7 @@ class BenchOptions:
     num_speculative_tokens: tuple[int | None, ...] = (None,)  # None: the drafter's default
     concurrency: tuple[int, ...] = (1,)
     prompts: PromptSource = None
+    replay: Replay | None = None  # then requests are answers of its trace, and there are no prompts to name
     requests: int | None = None  # per wave; None: 4, or as many as run at a time
     waves: int = 3
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=128))
@@ -65,11 +78,40 @@ class BenchOptions:
             )
         if self.draft is None and self.modes != ("off",):
             raise ConfigError("modes other than off need a drafter; name one with --draft")
+        if self.replay is not None:
+            self._check_replay()
         for name in self.speculative:
             if all(name in IGNORED_BY_MODE.get(mode, ()) for mode in self.modes):
                 raise ConfigError(f"{name}: no effect in mode {', '.join(self.modes)}")
         for case in self.cases():
             self.speculative_config(case)  # refuses wrong values
+
+    def _check_replay(self) -> None:
+        if self.modes == ("off",):
+            raise ConfigError("acceptance: nothing is accepted in mode off; name another mode, or drop the trace")
+        if self.prompts is not None or "acceptance" in self.speculative:
+            raise ConfigError("a trace has its own prompts and acceptance; drop the prompts, or the trace")
+        if self.sampling.temperature:
+            raise ConfigError(
+                f"temperature is {self.sampling.temperature:g}: replayed requests are greedy, whatever the trace was taken "
+                "at; drop the option"
+            )
+
+    @property
+    def acceptance(self) -> str:
+        """The rule, or where acceptance comes from."""
+        return str(self.replay or self.speculative.get("acceptance", "coupled"))
+
+    @property
+    def prompts_name(self) -> str:
+        """What reports call the requests."""
+        if self.replay is None:
+            return prompts_name(self.prompts)
+        return "+".join(self.replay.sets) or f"all of {self.replay.trace.stem}"
+
+    def label(self, case: Case) -> str:
+        """A case in a line of its own; what was replayed is said wherever a figure stands."""
+        return label(case) + (f", acceptance {self.replay}" if self.replay else "")
 
     @property
     def num_requests(self) -> int:

@@ -40,10 +40,15 @@ def positions_needed(models: Models, prompts: Sequence[Prompt], max_tokens: int)
     return min(longest + max_tokens + 32, models.target.spec.max_position_embeddings)
 
 
-def warm_up(llm: LLM, prompts: Sequence[Prompt]) -> LLM:
-    """As many requests as run at a time: its first steps, and the cost model if it makes one, are not timed."""
+def warm_up(llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams] | None = None) -> LLM:
+    """As many requests as run at a time: its first steps, and the cost model if it makes one, are not timed.
+
+    They are greedy ones, without params.
+    """
     at_once = llm.engine.scheduler.limits.max_num_seqs
-    answer(llm, prompts[:at_once], SamplingParams(max_tokens=WARM_UP_TOKENS))
+    given = [SamplingParams()] * len(prompts) if params is None else params
+    short = [replace(each, max_tokens=min(WARM_UP_TOKENS, each.max_tokens)) for each in given[:at_once]]
+    answer(llm, prompts[:at_once], short)
     return llm
 
 

@@ -87,10 +87,10 @@ def rows_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
         "rows\n/step",
         "same\ntext",
     )
-    table = new_table(title, heads, ["mode"])
+    table = new_table(title + _replayed(rows), heads, ["mode"])
     for row in sorted(rows, key=lambda row: (row["concurrency"], row["mode"] != "off")):
         table.add_row(
-            row["mode"],
+            _mode(row),
             shown(row["num_speculative_tokens"], "d"),
             str(row["concurrency"]),
             *(shown(row[name], ".1f") for name in ("tok_per_s", "tok_per_s_min", "tok_per_s_max")),
@@ -131,11 +131,24 @@ def _ms(value: float) -> str:
 def probe_table(rows: Sequence[dict[str, Any]]) -> Table:
     """What lies on the critical path of a decode step, medians."""
     heads = ("mode", "at", "decide\nus", "hidden\nus", "build\nus", "gap\nus", "device\nbusy")
-    table = new_table("critical path of a decode step", heads, ["mode"])
+    table = new_table(f"critical path of a decode step{_replayed(rows)}", heads, ["mode"])
     for row in rows:
         times = [shown(row[name], ".0f") for name in ("decide_us", "decide_hidden_us", "build_us", "gap_us")]
-        table.add_row(row["mode"], str(row["concurrency"]), *times, shown(row["device_busy"], ".0%"))
+        table.add_row(_mode(row), str(row["concurrency"]), *times, shown(row["device_busy"], ".0%"))
     return table
+
+
+def _is_replayed(row: Mapping[str, Any]) -> bool:
+    return str(row.get("acceptance")).startswith("replayed")
+
+
+def _replayed(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What a table of figures under replayed acceptance says of it; nothing in any other."""
+    return next((f", acceptance {row['acceptance']}" for row in rows if _is_replayed(row)), "")
+
+
+def _mode(row: Mapping[str, Any]) -> str:
+    return f"{row['mode']}, replayed" if _is_replayed(row) else str(row["mode"])
 
 
 def plain_json(value: Any) -> Any:
