@@ -131,8 +131,9 @@ def pinned_probes(session: Session, scale: Scale, clock: Clock) -> list[dict[str
 def probe(
     session: Session, scale: Scale, llm: Any, mode: str, drafts: int, at: int, pinned: bool = False
 ) -> dict[str, Any]:
-    prompts = session.pair.prompts(session.models, at)
-    served = serve(llm, prompts, tokens(scale.output_tokens), at, probe=True)
+    prompts, params = session.pair.prompts(session.models, at), tokens(scale.output_tokens)
+    serve(llm, prompts, params, at)  # a new policy learns from each of its first steps
+    served = serve(llm, prompts, params, at, probe=True)
     case = row(session, mode, drafts, at, [served], probed=True, pinned=pinned)
     session.say(probe_line(case))
     return case

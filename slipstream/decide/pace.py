@@ -38,9 +38,10 @@ class DraftLengths:
         self._age = CHOICE_SPACING  # ... and the steps it served for
 
     def probes(self, num_decode: int) -> bool:
+        """Another number of sequences may make full length pay, unless it does already; or it is time again."""
         self._changed |= num_decode != self._num_decode
         self._num_decode = num_decode
-        due = self._changed and self._since_probe >= PROBE_SPACING
+        due = self._changed and self._choice < self._full and self._since_probe >= PROBE_SPACING
         return (
             due or self._seen < WARM_UP or self._skipped >= SKIPS_BEFORE_PROBE or self._shortened >= SHORTS_BEFORE_PROBE
         )
