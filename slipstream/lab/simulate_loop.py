@@ -92,8 +92,10 @@ class TraceDevice:
             self._context_np[admission.slot] = 0
 
     def runs(self, plan: StepPlan) -> Int32s:
-        """[D]"""
-        return self._runs_np[self._anchor_np[plan.slots_np[: plan.num_decode]]]
+        """[D] drafts that would be accepted; 0 where the answer has ended."""
+        slots = plan.slots_np[: plan.num_decode]
+        anchors = self._anchor_np[slots]
+        return self._runs_np[anchors] * (anchors < self._last_np[slots])
 
     def draft(self, plan: StepPlan) -> DraftReport:
         assert self._signal_np is not None
@@ -122,9 +124,8 @@ class TraceDevice:
             step=plan.step, widths_np=widths_np, num_accepted_np=accepted, token_ids_np=self._following_np[rows],
             invalid_np=np.zeros(plan.num_sequences, np.bool_),
         )  # fmt: skip
-        # Of an answer that has ended, and whose end the host does not know yet, the last token stays the anchor.
-        decoding = slots[:count]
-        self._anchor_np[decoding] = np.minimum(anchors + accepted[:count] + 1, self._last_np[decoding])
+        # Behind the end of an answer, which the host learns of a step later, the next one begins, as in a replay.
+        self._anchor_np[slots[:count]] = np.minimum(anchors + accepted[:count] + 1, len(self._runs_np) - 1)
         self._context_np[slots] = contexts + plan.num_given_np + accepted
         return result, ms, counted
 
@@ -220,8 +221,8 @@ class VirtualEngine:
             assert previous is not None, "requests, and no step that any of them could take part in"
             self.now_ms = previous.end_ms
             return self.collect(previous)
-        plan, report = self.launch_draft(plan)
-        timed = self.policy.times(plan)
+        plan, timed = self._with_draft_length(plan), self.policy.times(plan)
+        report = self.launch_draft(plan)
         if self.policy.waits_for == "fresh":
             self.collect(previous)
             self.observe(plan, report)
@@ -231,18 +232,16 @@ class VirtualEngine:
             self.collect(previous)
         return None
 
-    def launch_draft(self, plan: StepPlan) -> tuple[StepPlan, DraftReport | None]:
-        """The plan with its draft length, and what the drafter says, if anybody wants to know."""
+    def launch_draft(self, plan: StepPlan) -> DraftReport | None:
+        """What the drafter says, if anybody wants to know."""
         self.num_steps += 1
         self.num_decode_steps += plan.num_decode > 0
         self.device.load(plan)
-        if self._oracle is not None:
-            self._oracle.foresee(self.device.runs(plan))
-        plan = self._with_draft_length(plan)
-        reports = plan.draft_length and self.policy.signal != "none"
-        return plan, self.device.draft(plan) if reports else None
+        return self.device.draft(plan) if plan.draft_length and self.policy.signal != "none" else None
 
     def _with_draft_length(self, plan: StepPlan) -> StepPlan:
+        if self._oracle is not None:
+            self._oracle.foresee(self.device.runs(plan))
         if not self.scheduler.limits.max_drafts or plan.num_decode == 0 or not plan.caps_np.any():
             return dataclasses.replace(plan, draft_length=0, caps_np=np.zeros_like(plan.caps_np))
         length = self.policy.draft_length(plan)
