@@ -5,6 +5,7 @@ the draft timed apart. Points are taken in order of use until the time is spent;
 how far off these are. Called by `slipstream profile`, and at start when no profile is stored.
 """
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -35,6 +36,8 @@ LONG_CONTEXTS = (1024, 4096)
 SEQUENCES = (1, 8, 4, 2, 16, 32, 64, 128, 256)  # in order of use
 LENGTHS = (7, 3, 1, 16)  # draft lengths beside the engine's most
 ROUNDS = 3
+MAX_ROUNDS = 12  # where others disturb
+DISTURBED = 1.3  # a plain step that takes so many times the best one
 MAX_REPEATS = 3  # of a point in one round
 POINT_SHARE = 0.2  # of the budget that one point may cost
 NUM_NEEDED = 2  # first points, timed whatever they cost: without a plain step and one of S drafts there is no model
@@ -285,20 +288,30 @@ class _Clock:
         return self.budget_s - (time.perf_counter() - self._start)
 
 
+@dataclass(frozen=True, slots=True)
+class _Try:
+    timed: Timed
+    reference_ms: float  # a plain step just before or after, the slower one; 0 where nothing disturbs
+
+
 def _time(engine: Engine, wanted: Sequence[Point], needed: Sequence[Point], budget_s: float) -> list[Timed]:
     """Time points until the budget is spent; one that would cost too much of it, or does not fit, is left out. Those
     that are needed are timed at any cost.
 
     All points are gone through several times and each keeps its shortest time: what else the machine does only adds.
+    On a CPU others may halve its speed for seconds, so a plain step is timed between any two points; what was timed
+    while that took long is tried again, and left out in the end.
     """
-    best: dict[Point, Timed] = {}
+    tries: dict[Point, list[_Try]] = {}
     too_large: set[Point] = set()
-    clock = _Clock(budget_s)
-    for _, point in product(range(ROUNDS), wanted):
-        repeats = _affordable_repeats(point, best, clock)
-        if point in needed and point not in best:
+    clock, watch = _Clock(budget_s), _Watch(engine, wanted[0])
+    for _, point in product(range(MAX_ROUNDS), wanted):
+        if point in too_large or sum(map(watch.is_quiet, tries.get(point, ()))) >= ROUNDS:
+            continue
+        repeats = _affordable_repeats(point, [t.timed for found in tries.values() for t in found], clock)
+        if point in needed and point not in tries:
             repeats = max(1, repeats)
-        if repeats < 1 or point in too_large:
+        if repeats < 1:
             continue
         try:
             step = time_step(
@@ -307,18 +320,53 @@ def _time(engine: Engine, wanted: Sequence[Point], needed: Sequence[Point], budg
         except CapacityError:
             too_large.add(point)
             continue
-        before = best.get(point, Timed(point, step.draft_ms, step.verify_ms))
-        best[point] = Timed(point, min(before.draft_ms, step.draft_ms), min(before.verify_ms, step.verify_ms))
-    return [best[point] for point in wanted if point in best]
+        tries.setdefault(point, []).append(_Try(Timed(point, step.draft_ms, step.verify_ms), watch.look()))
+    best = {point: _shortest(found, watch, point in needed) for point, found in tries.items()}
+    return [timed for point in wanted if (timed := best.get(point)) is not None]
 
 
-def _affordable_repeats(point: Point, timed: Mapping[Point, Timed], clock: _Clock) -> int:
+def _shortest(tries: Sequence[_Try], watch: "_Watch", needed: bool) -> Timed | None:
+    quiet = [t.timed for t in tries if watch.is_quiet(t)] or [t.timed for t in tries if needed]
+    if not quiet:
+        return None
+    return Timed(quiet[0].point, min(t.draft_ms for t in quiet), min(t.verify_ms for t in quiet))
+
+
+class _Watch:
+    """How fast the machine is at the moment, by a plain step. Where steps are padded they run on a GPU of their own."""
+
+    def __init__(self, engine: Engine, plain: Point) -> None:
+        self._engine = None if engine.backend.row_buckets else engine
+        self._plain = plain
+        self._latest_ms = self._best_ms = math.inf
+        self.look()
+
+    def look(self) -> float:
+        """Time of a plain step: now or when it was last looked, the longer one."""
+        if self._engine is None:
+            return 0.0
+        plain, before_ms = self._plain, self._latest_ms
+        try:
+            step = time_step(self._engine, num_sequences=1, width=plain.width, context=plain.context, repeats=1)
+        except CapacityError:
+            self._engine = None
+            return 0.0
+        self._latest_ms = step.verify_ms
+        self._best_ms = min(self._best_ms, step.verify_ms)
+        return max(before_ms, step.verify_ms)
+
+    def is_quiet(self, one: _Try) -> bool:
+        """By the best that was seen so far."""
+        return one.reference_ms <= DISTURBED * self._best_ms
+
+
+def _affordable_repeats(point: Point, timed: Sequence[Timed], clock: _Clock) -> int:
     """How often the point may run, beside the run that is not counted; 0 if it costs too much."""
     left_s = clock.left_s()
     if left_s <= 0:
         return 0
     # Time grows at most as fast as rows do, so every timed point bounds this one from above.
-    bounds = ((t.draft_ms + t.verify_ms) * max(1.0, point.rows / t.point.rows) for t in timed.values())
+    bounds = ((t.draft_ms + t.verify_ms) * max(1.0, point.rows / t.point.rows) for t in timed)
     expected_s = 1e-3 * min(bounds, default=0.0)
     if expected_s == 0.0:
         return MAX_REPEATS
