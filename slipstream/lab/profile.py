@@ -5,8 +5,8 @@ the draft timed apart. Points are taken in order of use until the time is spent;
 how far off these are. Called by `slipstream profile`, and at start when no profile is stored.
 """
 
-import math
 import time
+from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
@@ -37,7 +37,8 @@ SEQUENCES = (1, 8, 4, 2, 16, 32, 64, 128, 256)  # in order of use
 LENGTHS = (7, 3, 1, 16)  # draft lengths beside the engine's most
 ROUNDS = 3
 MAX_ROUNDS = 12  # where others disturb
-DISTURBED = 1.3  # a plain step that takes so many times the best one
+DISTURBED = 1.3  # a plain step that takes so many times a quiet one
+QUIET_RANK = 10
 MAX_REPEATS = 3  # of a point in one round
 POINT_SHARE = 0.2  # of the budget that one point may cost
 NUM_NEEDED = 2  # first points, timed whatever they cost: without a plain step and one of S drafts there is no model
@@ -322,6 +323,8 @@ def _time(engine: Engine, wanted: Sequence[Point], needed: Sequence[Point], budg
             continue
         tries.setdefault(point, []).append(_Try(Timed(point, step.draft_ms, step.verify_ms), watch.look()))
     best = {point: _shortest(found, watch, point in needed) for point, found in tries.items()}
+    if wanted[0] in best and watch.looks:
+        best[wanted[0]] = Timed(wanted[0], 0.0, watch.quiet_ms)
     return [timed for point in wanted if (timed := best.get(point)) is not None]
 
 
@@ -336,9 +339,10 @@ class _Watch:
     """How fast the machine is at the moment, by a plain step. Where steps are padded they run on a GPU of their own."""
 
     def __init__(self, engine: Engine, plain: Point) -> None:
+        self.looks: list[float] = []  # rising; empty: nobody watches
         self._engine = None if engine.backend.row_buckets else engine
         self._plain = plain
-        self._latest_ms = self._best_ms = math.inf
+        self._latest_ms = 0.0
         self.look()
 
     def look(self) -> float:
@@ -351,13 +355,18 @@ class _Watch:
         except CapacityError:
             self._engine = None
             return 0.0
+        insort(self.looks, step.verify_ms)
         self._latest_ms = step.verify_ms
-        self._best_ms = min(self._best_ms, step.verify_ms)
         return max(before_ms, step.verify_ms)
 
+    @property
+    def quiet_ms(self) -> float:
+        """A plain step when nothing disturbs: not the very best, which may be luck, but one in QUIET_RANK is as good."""
+        return self.looks[len(self.looks) // QUIET_RANK] if self.looks else 0.0
+
     def is_quiet(self, one: _Try) -> bool:
-        """By the best that was seen so far."""
-        return one.reference_ms <= DISTURBED * self._best_ms
+        """By all that was seen so far."""
+        return one.reference_ms <= DISTURBED * self.quiet_ms
 
 
 def _affordable_repeats(point: Point, timed: Sequence[Timed], clock: _Clock) -> int:
