@@ -106,6 +106,8 @@ def read(options: SimulateOptions) -> Inputs:
     for num_drafts in options.num_speculative_tokens:
         if num_drafts > trace.num_drafts:
             raise ConfigError(f"num_speculative_tokens holds {num_drafts}; the trace drafts {trace.num_drafts}")
+    if options.min_gain and profile.use == "table":
+        raise ConfigError("min_gain works with a linear cost model only, and the profile's is a table; set it to 0")
     calibration = _calibration(options.calibration, trace)
     if calibration is not None:
         Calibration.load(calibration)

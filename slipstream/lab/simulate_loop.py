@@ -314,9 +314,16 @@ def hand_out(plan: StepPlan, decision: Decision, signal_np: Float32s, calibratio
 
 def fresh_survival(signal_np: Float32s, calibration_np: Float32s, sampled_np: Bools) -> Float32s:
     """[D, d] as the device has it: `ops.survival.fresh_survival` in numpy."""
-    scale, shift = np.moveaxis(calibration_np[sampled_np.astype(np.int64), : signal_np.shape[1]], -1, 0)
+    table = calibration_np[:, : signal_np.shape[1]]
+    rows = table[sampled_np.astype(np.int64)] if np.count_nonzero(sampled_np) else table[:1]  # [D or 1, d, 2]
     finite = np.isfinite(signal_np)
-    kept = np.where(finite, signal_np, np.float32(0)).clip(EDGE, 1 - EDGE)
-    confidence = 1 / (1 + np.exp(-(np.log(kept / (1 - kept)) * scale + shift)))
-    survival: Float32s = np.multiply.accumulate(confidence * np.logical_and.accumulate(finite, axis=1), axis=1)
+    all_finite = np.count_nonzero(finite) == signal_np.size
+    kept = (signal_np if all_finite else np.where(finite, signal_np, np.float32(0))).clip(EDGE, 1 - EDGE)
+    odds = np.log((1 - kept) / kept)
+    odds *= rows[..., 0]
+    odds -= rows[..., 1]
+    confidence = 1 / (1 + np.exp(odds))
+    if not all_finite:
+        confidence *= np.logical_and.accumulate(finite, axis=1)
+    survival: Float32s = np.multiply.accumulate(confidence, axis=1)
     return survival

@@ -428,6 +428,43 @@ def test_what_the_trace_does_not_have(tmp_path: Path) -> None:
             read(replace(options, **fields))
 
 
+def test_min_gain_needs_a_linear_price(tmp_path: Path) -> None:
+    trace = made_up(8)
+    found = {}
+    for gain in (0.0, 0.4):
+        policy = make("lag", setting(min_gain=gain))
+        found[gain] = sum(answer.spec.verified for answer in serve(trace, policy)[0].answers)
+    assert found[0.4] < found[0.0]
+    trace.save(tmp_path / "t.npz")
+    profile(STAIRS).save(tmp_path / "p.json")
+    options = SimulateOptions(trace=tmp_path / "t.npz", profile=tmp_path / "p.json", min_gain=0.1)
+    with pytest.raises(ConfigError, match="min_gain works with a linear cost model only"):
+        read(options)
+
+
+def test_calibration_changes_what_policies_see(tmp_path: Path) -> None:
+    from slipstream.decide.survival import Calibration
+
+    trace, drafter = made_up(8), tmp_path / "drafter"
+    drafter.mkdir()
+    (drafter / "config.json").write_text("{}")
+    Calibration(temperatures={("peak", "greedy"): (3.0,)}).save(drafter / "calibration.json")
+    replace(trace, about={"draft": str(drafter)}).save(tmp_path / "t.npz")
+    profile().save(tmp_path / "p.json")
+    options = SimulateOptions(
+        trace=tmp_path / "t.npz", profile=tmp_path / "p.json", policies=("lag", "lag-2"), signals=("peak",),
+        concurrency=(4,), waves=1,
+    )  # fmt: skip
+    verified = {}
+    for name in ("auto", "none", str(drafter / "calibration.json")):
+        inputs = read(replace(options, calibration=name))
+        verified[name] = [
+            row["verified"] for row in rows([simulate(case, inputs, options) for case in inputs.cases])
+        ]  # fmt: skip
+    auto, none, named = verified.values()
+    assert auto == named and all(a < b for a, b in zip(auto, none, strict=True))
+
+
 def test_plots_show_the_best_of_a_sweep(tmp_path: Path) -> None:
     found = rows(outcomes(made_up(6), ["off", "static:all", "lag", "oracle"], LINEAR, 3, tmp_path))
     ((speed, _, regret),) = panels(found)
