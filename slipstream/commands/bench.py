@@ -1,6 +1,7 @@
 """`slipstream bench`."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,7 +50,8 @@ def bench(
     device: flags.Device = None,
     probe: Annotated[bool | None, typer.Option("--probe", help="Measure the critical path of a step.")] = None,
     timeline: Annotated[
-        Path | None, typer.Option(help="With --probe, every step's stages: .json for Perfetto, or .png.")
+        list[Path] | None,
+        typer.Option(help="With --probe, every step's stages: .json for Perfetto, or .png. May be given again."),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the JSON to this file as well.")] = None,
     config: flags.Config = None,
@@ -64,7 +66,7 @@ def bench(
     }
     own = ("modes", "concurrency", "prompts", "requests", "waves", "probe")
     bench_options = _bench_options(options_of(given, own=own))  # refuses before torch is loaded
-    spans = _timeline(timeline, bench_options)
+    spans = _timeline(timeline or [], bench_options)
 
     from slipstream.lab.bench import run
 
@@ -73,8 +75,8 @@ def bench(
     out.print(rows_table(result.report["rows"], f"{result.report['model']}, {result.report['rows'][0]['dtype']}"))
     if bench_options.probe:
         out.print(probe_table(result.report["rows"]))
-    if timeline is not None:
-        _write_timeline(timeline, spans, result.report)
+    for path in timeline or []:
+        _write_timeline(path, spans, result.report)
     deliver(result.report, output, as_json)
 
 
@@ -85,9 +87,9 @@ def _is_trace(acceptance: object) -> bool:
     return isinstance(acceptance, str | Path) and Path(acceptance).suffix == ".npz"
 
 
-def _timeline(path: Path | None, options: BenchOptions) -> Timeline:
-    """Empty; what is wrong with its file shows before anything is measured."""
-    if path is not None:
+def _timeline(paths: Sequence[Path], options: BenchOptions) -> Timeline:
+    """Empty; what is wrong with its files shows before anything is measured."""
+    for path in paths:
         if not options.probe:
             raise ConfigError(f"timeline {path}: stages are recorded with --probe only; add that")
         if path.suffix != ".json":
@@ -98,7 +100,7 @@ def _timeline(path: Path | None, options: BenchOptions) -> Timeline:
 
 def _write_timeline(path: Path, timeline: Timeline, report: dict[str, Any]) -> None:
     if path.suffix == ".json":
-        timeline.write(path, {name: report[name] for name in ("git", "versions", "device", "model", "draft")})
+        timeline.write(path, {name: value for name, value in report.items() if name not in ("ceilings", "rows")})
     else:
         timeline_plot(path, timeline.cases)
     say(f"timeline written to {path}")
