@@ -165,6 +165,6 @@ class ReplayedStep:
         verdict = self.inner.judge(batch, logits, drafts, draft_prob, shape)
         result = verdict.result
         runs = self.rows.runs[self.rows.at(self.loaded.slots[: len(result)])]
-        result[:, NUM_ACCEPTED] = torch.minimum(result[:, WIDTH], runs)
-        result[:, IS_INVALID] = 0
+        result[:, NUM_ACCEPTED].copy_(torch.minimum(result[:, WIDTH], runs))
+        result[:, IS_INVALID].zero_()
         return verdict

@@ -92,7 +92,7 @@ def check(trace: DenseTrace, answers, params: list[SamplingParams], steps) -> in
                 assert seen.tolist() == trace.signals["head"][anchor, : len(seen)].astype(np.float32).tolist()
                 compared += 1
             anchor, counted = anchor + accepted + 1, counted + 1
-        assert anchor - end in (0, 1)  # 1: the last token is an accepted draft
+        assert anchor >= end  # what the last step accepted may go beyond
         assert counted == answer.spec.steps
     return compared
 
