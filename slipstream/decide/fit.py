@@ -1,7 +1,8 @@
-"""From measured target steps to prices: least squares on relative errors, without negative coefficients.
+"""From measured target steps to prices: least relative errors, absolute ones, without negative coefficients.
 
-Samples come from `slipstream profile` or from the start of an engine; nothing here takes a time itself. `cost` chooses
-between the two fits and files them.
+Absolute errors and not squares, for steps of a shared machine have outliers, which may not move the price of ordinary
+steps. Samples come from `slipstream profile` or from the start of an engine; nothing here takes a time itself. `cost`
+chooses between the two fits and files them.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,9 @@ from slipstream.errors import ConfigError
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
+
+REWEIGHTED = 30  # rounds; the last ones change little
+SMALL_ERROR = 0.01  # below it an error counts by its square: there it is noise
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +55,7 @@ class Samples:
 
 
 def fit_linear(samples: Samples) -> LinearCost:
-    """Least squares on relative errors. A column with a negative coefficient is taken out and the rest fitted again.
+    """Least absolute relative errors. A column with a negative coefficient is taken out and the rest fitted again.
 
     A column that the samples cannot tell from earlier ones (all contexts alike) is left out as well, the later first.
     """
@@ -98,17 +102,27 @@ def fit_error(cost: StepCost, samples: Samples) -> float:
 
 
 def _fit_non_negative(columns: Floats, ms_np: Floats) -> Floats:
-    """[columns] coefficients from 0; those left out are 0."""
-    weighted = columns / ms_np[:, None]
+    """[columns] coefficients from 0; those left out are 0. Squares with weights that turn them into absolute values."""
+    relative = columns / ms_np[:, None]
+    weight_np = np.ones_like(ms_np)
+    for _ in range(REWEIGHTED):
+        coefficients = _weighted(relative, weight_np)
+        weight_np = 1 / np.sqrt(np.maximum(np.abs(relative @ coefficients - 1), SMALL_ERROR))
+    return coefficients
+
+
+def _weighted(relative: Floats, weight_np: Floats) -> Floats:
+    """Least squares of what is missing to 1 in every row."""
+    weighted = relative * weight_np[:, None]
     norms = np.linalg.norm(weighted, axis=0)
     active = _independent(weighted, norms)
     while True:
         scaled = weighted[:, active] / norms[active]
-        solution = np.linalg.lstsq(scaled, np.ones(len(ms_np)), rcond=None)[0] / norms[active]
+        solution = np.linalg.lstsq(scaled, weight_np, rcond=None)[0] / norms[active]
         if not len(active) or solution.min() >= 0:
             break
         active = np.delete(active, int(np.argmin(solution * norms[active])))
-    coefficients = np.zeros(columns.shape[1])
+    coefficients = np.zeros(relative.shape[1])
     coefficients[active] = solution
     return coefficients
 
