@@ -5,14 +5,17 @@ timed, not how well. Prompts are random ids of one length, answers have a fixed 
 """
 
 import statistics
+from dataclasses import astuple
 from typing import Any
+
+import torch.nn.functional as F
 
 from bench.gpu_parts.goals import Goal, Report, at_least, at_most, ratio, reported
 from bench.gpu_parts.scale import Scale, chosen
 from bench.gpu_parts.session import PRUNING, Clock, Served, Session, row, serve, tokens
-from slipstream.lab.ceilings import ceilings
+from slipstream.lab.ceilings import ceilings, linear_ms, linear_weights
 from slipstream.lab.report import ceiling_line, row_key
-from slipstream.rehearse import time_step
+from slipstream.rehearse import StepTime, time_step
 
 # Output tok/s of vLLM 0.26 on an H200, prompt 128, output 128, measured for issue 4: concurrency -> figure.
 VLLM = {1: 188.0, 32: 5010.0, 256: 14950.0}
@@ -30,7 +33,7 @@ def run(session: Session, scale: Scale, clock: Clock) -> Report:
     found = ceilings(session.models.target, scale.rows)
     session.say(f"{session.pair.name}: {ceiling_line(found)}")
     rows, goals = plain(session, scale, clock, found)
-    steps, step_goals = verify_steps(session, scale, found)
+    steps, step_goals = verify_steps(session, scale)
     probed, probe_goals = probes(session, scale, clock)
     report = {"ceilings": found, "rows": rows + probed, "steps": steps, "start_seconds": dict(session.seconds)}
     return report, goals + step_goals + probe_goals
@@ -62,25 +65,37 @@ def plain_goals(case: dict[str, Any], scale: Scale, found: dict[str, float]) -> 
     return [at_most(f"{name}: off at {at}: step / linear layers of {at} rows", over, 1.15)]
 
 
-def verify_steps(session: Session, scale: Scale, found: dict[str, float]) -> tuple[dict[str, Any], list[Goal]]:
-    """Steps of several widths, each alone: does time follow the rows that are verified?"""
+def verify_steps(session: Session, scale: Scale) -> tuple[dict[str, Any], list[Goal]]:
+    """Steps of several widths, taking turns with the linear layers: does time follow the rows that are verified?"""
     name, count, most, context = session.pair.name, scale.verify_at, scale.drafts[0], session.pair.max_model_len // 2
     drafting = session.llm("lag", most, scale.large_slots).engine
     plain_engine = session.llm("off", 0, max(scale.large_at)).engine
     widths = sorted({0, 1, most // 2, most})
     shape = {"num_sequences": count, "context": context}
-    times = {w: time_step(drafting, **shape, width=w, draft_length=most) for w in widths}
-    alone = time_step(plain_engine, **shape, width=0)
-    floor = found.get(f"linear_ms_{row_key(count * (most + 1))}")
+    weights, rows = linear_weights(session.models.target), count * (most + 1)
+    floors: list[float] = []  # of as many rows as the widest step has: the chip is as warm then as in the steps
+    timed: dict[int, list[StepTime]] = {w: [] for w in widths}
+    alone: list[StepTime] = []
+    for _ in range(scale.waves):
+        floors.append(linear_ms(weights, rows, F.linear))
+        for w in widths:
+            timed[w].append(time_step(drafting, **shape, width=w, draft_length=most))
+        alone.append(time_step(plain_engine, **shape, width=0))
+    times = {w: median_of(found) for w, found in timed.items()}
+    floor, plain_ms = statistics.median(floors), median_of(alone).verify_ms
     report = {
-        "sequences": count, "context": context, "plain_ms": alone.verify_ms,
+        "sequences": count, "context": context, "plain_ms": plain_ms, f"linear_ms_{row_key(rows)}": floor,
         "by_width": {str(w): {"draft_ms": t.draft_ms, "verify_ms": t.verify_ms} for w, t in times.items()},
     }  # fmt: skip
     return report, [
         at_most(f"{name}: verify of {count} x w={most} / linear layers", ratio(times[most].verify_ms, floor), 1.15),
-        at_most(f"{name}: widths all 0 / plain step, at {count}", ratio(times[0].verify_ms, alone.verify_ms), 1.05),
+        at_most(f"{name}: widths all 0 / plain step, at {count}", ratio(times[0].verify_ms, plain_ms), 1.05),
         reported(f"{name}: draft call / verify w={most}, at {count}", ratio(times[0].draft_ms, times[most].verify_ms)),
     ]
+
+
+def median_of(times: list[StepTime]) -> StepTime:
+    return StepTime(*(statistics.median(ms) for ms in zip(*map(astuple, times), strict=True)))
 
 
 def probes(session: Session, scale: Scale, clock: Clock) -> tuple[list[dict[str, Any]], list[Goal]]:

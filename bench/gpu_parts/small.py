@@ -59,7 +59,7 @@ def modes(session: Session, scale: Scale, clock: Clock) -> tuple[list[dict[str, 
     for at, requests in zip(scale.small_at, scale.requests, strict=True):
         prompts = session.pair.prompts(session.models, requests)
         served: dict[str, list[Served]] = {mode: [] for mode in MODES}
-        for number in range(scale.waves + 1):  # the first is where estimators settle
+        for number in range(2 * scale.waves + 1):  # the first is where estimators settle
             if number > 1 and not clock.allows(f"modes at {at}, wave {number}", 0.5):
                 break
             for mode in MODES:
