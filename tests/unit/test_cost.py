@@ -159,6 +159,8 @@ def test_profile_uses_the_table_where_a_line_does_not_fit():
     )
     assert line.use == "linear"
     assert line.linear_error < 0.01
+    assert line.model().fitted is line.linear
+    assert profile.model(linear=True).fitted is profile.linear
 
 
 def padded_to(edges, rows, ms_by_edge):
