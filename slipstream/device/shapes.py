@@ -12,9 +12,12 @@ from dataclasses import dataclass, field, replace
 from slipstream.ops.attention import Segment
 
 SEQUENCES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-# Steps in which somebody prefills: rows, and sequences in coarse steps, for rows are what such a step costs. Beyond the
-# last ones steps are not captured.
-PREFILL_ROWS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+# Steps in which somebody prefills: rows, and sequences in coarse steps, for rows are what such a step costs. A server
+# that is busy admits somebody every other step: rows are fine where a batch with one prompt more lies. Beyond the last
+# ones steps are not captured.
+PREFILL_ROWS = (
+    64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 3072, 4096, 6144, 8192,
+)  # fmt: skip
 PREFILL_SEQUENCES = (2, 8, 32, 128)
 STEPS_PER_OCTAVE = 4  # a row bucket is at most a quarter larger than the one before: rows cost where weights do not
 
@@ -55,7 +58,8 @@ class Buckets:
         """max_rows: given and draft rows of a step at most. prunes: widths below max_drafts are common."""
         self.max_drafts = max_drafts
         self.sequences = (*(n for n in SEQUENCES if n < max_num_seqs), max_num_seqs)
-        self.rows = row_buckets(max_num_seqs * (max_drafts + 1))
+        full_width = {n * (max_drafts + 1) for n in self.sequences}
+        self.rows = tuple(sorted({*row_buckets(max(full_width)), *full_width}))
         self.prefill_rows = tuple(n for n in PREFILL_ROWS if n <= max_rows)
         self.prefill_sequences = (*(n for n in PREFILL_SEQUENCES if n < max_num_seqs), max_num_seqs)
         self._prunes = prunes
