@@ -50,9 +50,8 @@ format: $(VENV)/.dev ## let ruff lay out the code
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: $(VENV)/.runtime ## all modes, interleaved; the JSON goes to runs/bench.json
-	@mkdir -p runs
-	$(PY) -m slipstream bench --waves 5 --output runs/bench.json
+bench: $(VENV)/.runtime ## profile, trace, simulate, bench with plots on the shipped pair, under 10 minutes; into runs/bench
+	$(PY) bench/pipeline.py --out runs/bench
 
 bench-gpu: ## on a machine with a CUDA device, under 9 minutes; the JSON goes to runs/bench-gpu.json
 	$(or $(wildcard $(PY)),$(PYTHON)) -m bench.gpu --output runs/bench-gpu.json

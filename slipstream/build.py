@@ -234,9 +234,11 @@ def _cost_model(
     """What steps cost: from the file named, else the profile stored for this pair and machine, else measured now."""
     if not speculative.enable_adaptive_speculative_decode or speculative.cost_model == "none":
         return None
+    # min_gain is a rule of the linear price alone.
+    linear = bool(speculative.adaptive_speculative_min_gain) and speculative.mode != "lag-budget"
     if speculative.cost_model != "auto":
         notes.append(("cost_model", speculative.cost_model, "as asked"))
-        return CostProfile.load(Path(speculative.cost_model)).model()
+        return CostProfile.load(Path(speculative.cost_model)).model(linear=linear)
     key = profile_key(models.target_name, drafter, models.device, models.dtype)
     profile = stored_profile(key, engine)
     reason = "stored for this machine and pair"
@@ -248,4 +250,4 @@ def _cost_model(
             reason = f"measured at start, not stored: {error}"
             log.warning("the cost model measured at start was not stored: %s", error)
     notes.append(("cost_model", str(key.path()), reason))
-    return profile.model()
+    return profile.model(linear=linear)
