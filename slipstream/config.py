@@ -9,6 +9,7 @@ import json
 import math
 import os
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -23,7 +24,10 @@ Acceptance = Literal["coupled", "rejection"]
 NGRAM = "ngram"  # the drafter that needs no files; a folder of that name is ./ngram
 CALIBRATION_FILE = "calibration.json"  # its name beside the weights of a drafter
 DEFAULT_MAX_DRAFTS = 7  # S when the user names none and the drafter could do more
+MAX_STOPS = 16  # stop strings of one request
+MAX_SIBLINGS = 128  # answers to one prompt
 _LARGEST_FP32 = 3.4e38  # the device keeps temperatures in fp32
+MAX_BIASES = 300  # entries of one request's logit_bias: every slot has room for so many
 
 
 def _choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -33,15 +37,30 @@ def _choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """What one request asks of the sampler. Temperature 0 is greedy, and then top_k, top_p and seed have no effect."""
+    """What one request asks of the sampler. Temperature 0 is greedy, and then top_k, top_p, min_p and seed have no effect.
+
+    Applied in this order, to every token's own logits: repetition_penalty, frequency_penalty, presence_penalty,
+    logit_bias, the bans of min_tokens; then temperature; then top_k, top_p, min_p. The first five change greedy
+    answers too. What each does exactly stands in `slipstream.ops.shape_logits` and `slipstream.ops.sample`.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0  # in (0, 1]
     top_k: int = 0  # 0 = off
+    min_p: float = 0.0  # in [0, 1]: least probability of a token, as a share of the most probable one's
+    repetition_penalty: float = 1.0  # in [0.001, 1000]: divides positive, multiplies negative logits of known tokens
+    frequency_penalty: float = 0.0  # in [-2, 2]: subtracted for each time that the output holds the token
+    presence_penalty: float = 0.0  # in [-2, 2]: subtracted once, if the output holds the token
+    # Token id -> what is added to its logit, in [-100, 100].
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
+    min_tokens: int = 0  # before so many tokens no EOS (unless it is ignored) and no stop id is chosen
     seed: int | None = None  # None: a random one is drawn for the request
     max_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop: str | tuple[str, ...] = ()  # texts that end the answer, which is cut before them; kept as a tuple
+    include_stop_str_in_output: bool = False  # the text ends with the stop string, not before it
+    n: int = 1  # answers to the prompt, each with a seed of its own
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature) or not 0 <= self.temperature <= _LARGEST_FP32:
@@ -51,8 +70,14 @@ class SamplingParams:
             raise RequestError(f"top_p is {self.top_p!r}; it must lie in (0, 1], 1 switches it off")
         if not _is_int(self.top_k) or not 0 <= self.top_k < 2**63:
             raise RequestError(f"top_k is {self.top_k!r}; it must be a whole number, 0 switches it off")
+        self._check_shaping()
         if not _is_int(self.max_tokens) or self.max_tokens < 1:
             raise RequestError(f"max_tokens is {self.max_tokens!r}; ask for at least 1 token")
+        if not _is_int(self.min_tokens) or not 0 <= self.min_tokens <= self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens!r}; it must be a whole number from 0 (off) to max_tokens "
+                f"({self.max_tokens})"
+            )
         if self.seed is not None and (not _is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
             raise RequestError(f"seed is {self.seed!r}; it must be a whole number of at most 64 bits, or None")
         if not isinstance(self.stop_token_ids, list | tuple):
@@ -62,6 +87,49 @@ class SamplingParams:
                 raise RequestError(f"stop_token_ids holds {token!r}; token ids are whole numbers from 0")
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is {self.ignore_eos!r}; it must be true or false")
+        object.__setattr__(self, "stop", _stops(self.stop))
+        if not isinstance(self.include_stop_str_in_output, bool):
+            raise RequestError(
+                f"include_stop_str_in_output is {self.include_stop_str_in_output!r}; it must be true or false"
+            )
+        if not _is_int(self.n) or not 1 <= self.n <= MAX_SIBLINGS:
+            raise RequestError(f"n is {self.n!r}; ask for 1 to {MAX_SIBLINGS} answers")
+
+    def _check_shaping(self) -> None:
+        for name, low, high, off in (
+            ("min_p", 0, 1, 0), ("repetition_penalty", 1e-3, 1e3, 1), ("frequency_penalty", -2, 2, 0),
+            ("presence_penalty", -2, 2, 0),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not _is_number(value) or not low <= value <= high:
+                raise RequestError(f"{name} is {value!r}; it must lie in [{low:g}, {high:g}], {off} switches it off")
+            object.__setattr__(self, name, float(value))
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+
+    def check_token_ids(self, vocab_size: int) -> None:
+        """RequestError where it names a token that a vocabulary of this size does not have."""
+        for token in self.logit_bias:
+            if token >= vocab_size:
+                raise RequestError(f"logit_bias names token {token}; token ids are whole numbers below {vocab_size}")
+
+
+def _checked_bias(bias: object) -> dict[int, float]:
+    """A copy, with keys that JSON made texts as numbers again."""
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"logit_bias is {bias!r}; give a mapping of token ids to what is added to their logits")
+    if len(bias) > MAX_BIASES:
+        raise RequestError(f"logit_bias has {len(bias)} entries; give at most {MAX_BIASES}")
+    checked: dict[int, float] = {}
+    for key, value in bias.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 12 else key
+        if not _is_int(token) or not 0 <= token < 2**31:
+            raise RequestError(f"logit_bias names token {key!r}; token ids are whole numbers from 0")
+        if token in checked:
+            raise RequestError(f"logit_bias names token {token} twice, as a number and as a text; keep one of them")
+        if not _is_number(value) or not -100 <= value <= 100:
+            raise RequestError(f"logit_bias gives token {token} {value!r}; biases lie in [-100, 100]")
+        checked[token] = float(value)
+    return checked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,6 +287,20 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"config file {path}: expected a table of options at the top, found {type(data).__name__}")
     return data
+
+
+def _stops(stop: object) -> tuple[str, ...]:
+    texts = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(texts, list | tuple):
+        raise RequestError(f"stop is {stop!r}; give a text, or a list of texts")
+    if len(texts) > MAX_STOPS:
+        raise RequestError(f"stop holds {len(texts)} texts; give at most {MAX_STOPS}")
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise RequestError(f"stop holds {text!r}; each must be a text that is not empty")
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            raise RequestError(f"stop holds {text!r} with a lone surrogate, which is no character; decode it properly")
+    return tuple(texts)
 
 
 def _check_bool(field: str, value: object) -> None:
