@@ -27,11 +27,15 @@ class Answers:
         self._leading = np.tri(max_drafts + 2, max_drafts + 1, -1, np.bool_)  # [count, offset]: offset < count
         self._num_stops = np.zeros(self.STOP_CLASSES, np.int32)  # stop ids of tenants, by class
         self.last_token_s = np.zeros(num_slots)
+        self.num_watched = 0  # tenants with a watcher
+        self._is_watched = np.zeros(num_slots, np.bool_)
 
     def admit(self, slot: int, request: Request) -> None:
         self._ends[slot] = self._begins[slot]
         self.last_token_s[slot] = request.last_token_s
         self._count_stops(request, 1)
+        self._is_watched[slot] = request.watcher is not None
+        self.num_watched += request.watcher is not None
         request.attach(self)
 
     def release(self, slot: int, request: Request) -> None:
@@ -39,6 +43,8 @@ class Answers:
         request.detach()
         self._is_own[self._begins[slot] : self._ends[slot] + self._windows.shape[1]] = False
         self._count_stops(request, -1)
+        self._is_watched[slot] = False
+        self.num_watched -= request.watcher is not None
 
     def token_ids_of(self, slot: int) -> list[int]:
         token_ids: list[int] = self._token_ids[self._begins[slot] : self._ends[slot]].tolist()
@@ -58,6 +64,11 @@ class Answers:
             return []
         found = (stops * self._leading.take(kept, axis=0)[:, : stops.shape[1]]).sum(axis=1)
         rows: list[int] = found.nonzero()[0].tolist()
+        return rows
+
+    def watched(self, slots: Int64s, kept: Int32s) -> list[int]:
+        """Rows [n] with tokens, whose tenants have a watcher."""
+        rows: list[int] = (self._is_watched[slots] & (kept > 0)).nonzero()[0].tolist()
         return rows
 
     def write(self, slots: Int64s, token_ids: Int32s, num_accepted: Int32s, kept: Int32s) -> None:

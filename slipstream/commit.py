@@ -1,8 +1,9 @@
 """From a step's result to the requests' tokens: stop conditions, counters, and what each request gained.
 
-Stops are looked for inside a step, in the order stop, then length, so that a request ends exactly where it would
-without drafts. A row whose slot has a new generation by now belongs to nobody and is dropped. Numbers and tokens are
-moved for all rows at once in the scheduler's ledger; Python per row is left for first tokens and for ends. Torch-free.
+Stops are looked for inside a step, token by token in the order stop ids, stop strings, length, so that a request ends
+exactly where it would without drafts. Texts are not known here: a request with stop strings brings a watcher. A row whose
+slot has a new generation by now belongs to nobody and is dropped. Numbers and tokens are moved for all rows at once in
+the scheduler's ledger; Python per row is left for first tokens, for watchers and for ends. Torch-free.
 """
 
 import time
@@ -135,12 +136,25 @@ def _cut(kept: Int32s, context: Int32s, rows: _Rows, ledger: Ledger) -> dict[int
         reasons[index] = "length"
     for index in ledger.answers.may_stop(rows.token_ids, kept):
         token_ids = rows.token_ids[index, : kept[index]].tolist()
-        end = next((place for place, token in enumerate(token_ids) if token in rows.requests[index].stop_ids), None)
+        request = rows.requests[index]
+        end = next((place for place, token in enumerate(token_ids) if token in request.stop_ids), None)
         if end is not None:
-            kept[index], reasons[index] = end + 1, "stop"
+            kept[index], reasons[index], request.stop_reason = end + 1, "stop", token_ids[end]
+    if ledger.answers.num_watched:
+        _watch(kept, reasons, rows, ledger)
     for index in rows.invalid.nonzero()[0].tolist():
         reasons[index], rows.requests[index].error = "error", _NOT_FINITE
     return reasons
+
+
+def _watch(kept: Int32s, reasons: dict[int, FinishReason], rows: _Rows, ledger: Ledger) -> None:
+    """Stop strings, after all else has cut the step. One that the very token of a stop id completes comes second."""
+    for index in ledger.answers.watched(rows.slots, kept):
+        request, token_ids = rows.requests[index], rows.token_ids[index, : kept[index]].tolist()
+        assert request.watcher is not None
+        stop = request.watcher(token_ids)
+        if stop is not None and not (stop.num_tokens == len(token_ids) and reasons.get(index) == "stop"):
+            kept[index], reasons[index], request.stop_reason = stop.num_tokens, "stop", stop.text
 
 
 def _stamp(rows: _Rows, ledger: Ledger) -> None:

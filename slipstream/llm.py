@@ -26,8 +26,8 @@ from slipstream.draft.base import Drafter
 from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.load import Models, Note, load_models
 from slipstream.metrics import SpecCounters, Timing
-from slipstream.request import FinishReason, Request
-from slipstream.stream import Chunk, TextStream
+from slipstream.request import FinishReason, Request, sibling_seed
+from slipstream.stream import Chunk, IncrementalDecoder, StopStrings, TextStream
 
 log = logging.getLogger("slipstream")
 
@@ -36,7 +36,7 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A finished answer."""
+    """A finished answer. The text ends before a stop string, the tokens with the one that completed it."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -46,6 +46,17 @@ class Completion:
     spec: SpecCounters
     timing: Timing
     error: str | None = None  # why, when finish_reason is "error"
+    stop_reason: int | str | None = None  # the token or the stop string that ended it, when finish_reason is "stop"
+    index: int = 0  # among the answers to its prompt
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Of this answer alone. Answers to one prompt share its tokens: see `usage_of`."""
+        return usage_of([self])
 
 
 class LLM:
@@ -98,7 +109,11 @@ class LLM:
         prompts: str | Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Answers to raw texts or token ids, in the order of the prompts."""
+        """Answers to raw texts or token ids, in the order of the prompts.
+
+        With `SamplingParams.n` above 1 a prompt's answers stand next to each other, numbered by `Completion.index`.
+        Answer i to a prompt with seed s is the one that seed `request.sibling_seed(s, i)` gives alone.
+        """
         if not isinstance(prompts, Iterable):
             raise RequestError(f"prompts is {prompts!r}; give a text, or a list of texts or token ids")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -106,7 +121,7 @@ class LLM:
         if len(given) != len(prompts):
             raise RequestError(f"params: {len(given)} SamplingParams for {len(prompts)} prompts; give one, or one each")
         # All are checked before the first is added, so that a bad one disturbs nobody.
-        requests = [self._request(prompt, each) for prompt, each in zip(prompts, given, strict=True)]
+        requests = [each for pair in zip(prompts, given, strict=True) for each in self._requests(*pair)]
         self._run(requests)
         return [self._completion(request) for request in requests]
 
@@ -121,31 +136,34 @@ class LLM:
     def stream(
         self, prompt: str | Sequence[int] | Sequence[Message], params: SamplingParams | None = None
     ) -> Iterator[Chunk]:
-        """The answer to one raw text or conversation, step by step. Closing the iterator ends the request."""
+        """The answer to one raw text or conversation, step by step. Closing the iterator ends the request.
+
+        With `SamplingParams.n` above 1 chunks of all answers come in turn; `Chunk.index` says whose.
+        """
         is_chat = isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         given = self._chat_ids(prompt) if is_chat else prompt  # type: ignore[arg-type]
-        return self._stream(self._request(given, params))  # type: ignore[arg-type]
+        return self._stream(self._requests(given, params))  # type: ignore[arg-type]
 
     def record(self) -> Recorder:
         """Switch on the recording of stage spans; see `slipstream.device.events`. On a GPU it waits for the device."""
         self.engine.recorder = Recorder(self._events)
         return self.engine.recorder
 
-    def _stream(self, request: Request) -> Iterator[Chunk]:
-        text = TextStream(self.tokenizer.stream())
+    def _stream(self, requests: list[Request]) -> Iterator[Chunk]:
+        texts = {request.uid: TextStream(self._decoder_of(request)) for request in requests}
         inbox: deque[Delta] = deque()  # filled by any caller's steps: streams may be read in turn
-        self.engine.add(request, inbox)
         try:
-            while inbox or not request.is_finished:
+            for request in requests:
+                self.engine.add(request, inbox)
+            while inbox or not all(request.is_finished for request in requests):
                 if not inbox:
                     self.engine.step()
                 elif (delta := inbox.popleft()).token_ids or delta.finish_reason:
-                    yield text.chunk(delta)
-            if request.error:
-                raise EngineError(request.error)
+                    yield texts[delta.request.uid].chunk(delta)
+            if errors := [request.error for request in requests if request.error]:
+                raise EngineError(errors[0])
         finally:
-            self.engine.abort(request.uid)
-            self.engine.drain()
+            self._end(requests)
 
     def _run(self, requests: list[Request]) -> None:
         try:
@@ -154,14 +172,23 @@ class LLM:
             while not all(request.is_finished for request in requests):
                 self.engine.step()
         finally:
-            for request in requests:
-                self.engine.abort(request.uid)  # only what an interruption left behind
-            self.engine.drain()
+            self._end(requests)
+
+    def _end(self, requests: list[Request]) -> None:
+        """Abort what an interruption left behind."""
+        for request in requests:
+            self.engine.abort(request.uid)
+        self.engine.drain()
 
     def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
         return self.tokenizer.encode(self.tokenizer.chat(messages))
 
     def _request(self, prompt: str | Sequence[int], params: SamplingParams | None) -> Request:
+        """The first, or only, answer that is asked for."""
+        return self._requests(prompt, params)[0]
+
+    def _requests(self, prompt: str | Sequence[int], params: SamplingParams | None) -> list[Request]:
+        """As many as `params.n` asks for."""
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params is {params!r}; give a SamplingParams")
@@ -169,21 +196,41 @@ class LLM:
             raise RequestError(f"prompt is {prompt!r}; give a text or a list of token ids")
         token_ids = self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else list(prompt)
         check_prompt(token_ids, self.models.vocab_size, self.max_model_len)
-        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        seed, prompt_ids = self._seeds.getrandbits(64) if params.seed is None else params.seed, tuple(token_ids)
+        return [self._sibling(prompt_ids, params, seed, index) for index in range(params.n)]
+
+    def _sibling(self, prompt_ids: tuple[int, ...], params: SamplingParams, seed: int, index: int) -> Request:
         self._next_uid += 1
         return Request(
             uid=self._next_uid,
-            prompt_ids=tuple(token_ids),
+            prompt_ids=prompt_ids,
             params=params,
-            seed=seed,
+            seed=sibling_seed(seed, index),
             eos_token_ids=self.models.eos_token_ids,
+            watcher=self._watcher(params),
+            index=index,
             counters=SpecCounters(mode=self.speculative.mode),
         )
+
+    def _watcher(self, params: SamplingParams) -> StopStrings | None:
+        if not params.stop:
+            return None
+        include, min_tokens = params.include_stop_str_in_output, params.min_tokens
+        return StopStrings(self.tokenizer.stream(), params.stop, include, min_tokens)
+
+    def _decoder_of(self, request: Request) -> IncrementalDecoder:
+        """Of an answer that is read while it is made."""
+        return request.watcher if isinstance(request.watcher, StopStrings) else self.tokenizer.stream()
+
+    def _text_of(self, request: Request) -> str:
+        """Of an answer that nobody read while it was made."""
+        watcher = request.watcher
+        return watcher.rest() if isinstance(watcher, StopStrings) else self.tokenizer.decode(request.output_ids)
 
     def _completion(self, request: Request) -> Completion:
         assert request.finish_reason is not None
         return Completion(
-            text=self.tokenizer.decode(request.output_ids),
+            text=self._text_of(request),
             token_ids=tuple(request.output_ids),
             accepted=tuple(request.accepted),
             finish_reason=request.finish_reason,
@@ -194,7 +241,17 @@ class LLM:
                 last_token_s=request.last_token_s, num_tokens=len(request.output_ids),
             ),
             error=request.error,
+            stop_reason=request.stop_reason,
+            index=request.index,
         )  # fmt: skip
+
+
+def usage_of(answers: Sequence[Completion]) -> dict[str, int]:
+    """Tokens of answers to one prompt, as servers count them: the prompt once, the answers all."""
+    return {
+        "prompt_tokens": max((answer.prompt_tokens for answer in answers), default=0),
+        "completion_tokens": sum(answer.completion_tokens for answer in answers),
+    }
 
 
 def _listed(params: object) -> list[SamplingParams | None]:

@@ -5,8 +5,10 @@ stands in the scheduler's ledger while the request runs, its pages in the schedu
 """
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from hashlib import blake2b
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from slipstream.config import SamplingParams
 from slipstream.metrics import SpecCounters
@@ -22,6 +24,25 @@ class Written(Protocol):
     def last_token_s_of(self, slot: int) -> float: ...
 
 
+class TextStop(NamedTuple):
+    """An answer ends by its text."""
+
+    num_tokens: int  # of those just read: they count, and the last of them completed the text
+    text: str  # the stop string
+
+
+# Reads an answer's tokens as they are committed, each once and in order, up to where it says that the answer ends.
+Watcher: TypeAlias = Callable[[Sequence[int]], TextStop | None]
+
+
+def sibling_seed(seed: int, index: int) -> int:
+    """The seed of answer `index` of several to one prompt: the first has the seed itself, in 64 bits."""
+    if index == 0:
+        return seed
+    key = (seed % 2**64).to_bytes(8, "little") + index.to_bytes(8, "little")
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     uid: int
@@ -30,7 +51,10 @@ class Request:
     seed: int
     constrained: bool = False  # something besides the target decides what may be emitted
     eos_token_ids: frozenset[int] = frozenset()
+    watcher: Watcher | None = None  # where stop strings may end the answer
+    index: int = 0  # among the answers to its prompt
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the token or the text that ended it, when finish_reason is "stop"
     error: str | None = None
     counters: SpecCounters = field(default_factory=SpecCounters)  # up to when it last left its slot
     submitted_s: float = field(default_factory=time.perf_counter)

@@ -1,13 +1,17 @@
 """From deltas to text that can be shown at once: tokens are decoded as they come, half characters are held back.
 
-Host code without tensors. Joined over a request, the chunks' text equals the decoding of the whole answer.
+`StopStrings` is the text of a request that ends at stop strings: `commit` lets it read the tokens, `LLM` takes the text
+from it. Other requests are decoded when somebody reads them. Host code without tensors. Joined over a request, the
+chunks' text equals the text of the whole answer.
 """
 
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.commit import Delta
-from slipstream.request import FinishReason
+from slipstream.request import FinishReason, TextStop
 
 
 class IncrementalDecoder(Protocol):
@@ -35,6 +39,8 @@ class Chunk:
     pieces: tuple[Piece, ...]  # the text, split by token
     width: int  # drafts that were verified in the step
     finish_reason: FinishReason | None
+    stop_reason: int | str | None = None  # the token or the text that ended the answer, with finish_reason "stop"
+    index: int = 0  # among the answers to the prompt
 
     @property
     def text(self) -> str:
@@ -52,4 +58,105 @@ class TextStream:
         pieces = [Piece(self._decoder.push(token), accepted) for token, accepted in tokens]
         if delta.finish_reason is not None and (rest := self._decoder.flush()):
             pieces.append(Piece(rest, pieces[-1].accepted if pieces else False))
-        return Chunk(delta.token_ids, delta.accepted, tuple(pieces), delta.width, delta.finish_reason)
+        request = delta.request
+        stop_reason = request.stop_reason if delta.finish_reason == "stop" else None
+        return Chunk(
+            delta.token_ids, delta.accepted, tuple(pieces), delta.width, delta.finish_reason, stop_reason, request.index
+        )
+
+
+class StopStrings:
+    """The text of one answer, which ends where a stop string is complete. The watcher of its request.
+
+    Text is searched when it is certain: a character whose last byte is missing completes nothing. Of stop strings that
+    one character completes, the longest counts. As a decoder it gives the text of the tokens that it has read, once;
+    what may still become a stop string is held back.
+    """
+
+    def __init__(
+        self, decoder: IncrementalDecoder, stops: Sequence[str], include: bool = False, min_tokens: int = 0
+    ) -> None:
+        """include: the text ends with the stop string, not before it. The first min_tokens tokens complete none."""
+        self._decoder, self._include = decoder, include
+        self._num_exempt = min_tokens  # tokens to come that complete none
+        self._searches = [_Search(stop) for stop in stops]
+        self._held = ""  # the longest end of the text that a stop string begins with
+        self._texts: deque[str] = deque()  # of tokens that were read and not given out
+        self._ended = False
+
+    def __call__(self, token_ids: Sequence[int]) -> TextStop | None:
+        """Read new tokens, up to one that completes a stop string."""
+        for place, token in enumerate(token_ids):
+            stop = self._read(self._decoder.push(token))
+            self._num_exempt -= 1
+            if stop is not None:
+                return TextStop(place + 1, stop)
+        return None
+
+    def push(self, token_id: int) -> str:
+        """The text of the next token that was read; `token_id` is that token."""
+        return self._texts.popleft()
+
+    def flush(self) -> str:
+        """What was held back at the end of an answer that no stop string ended."""
+        return "" if self._ended else self._held + self._decoder.flush()
+
+    def rest(self) -> str:
+        """All text that was not given out."""
+        text = "".join(self._texts) + self.flush()
+        self._texts.clear()
+        return text
+
+    def _read(self, new: str) -> str | None:
+        text = self._held + new
+        end, stop = self._completed(new)
+        if stop is not None:
+            self._ended = True
+            end += len(self._held)
+            self._texts.append(text[: end if self._include else end - len(stop)])
+            return stop
+        held = max(search.matched for search in self._searches)
+        self._texts.append(text[: len(text) - held])
+        self._held = text[len(text) - held :]
+        return None
+
+    def _completed(self, new: str) -> tuple[int, str | None]:
+        """How many new characters there are up to the first that completes stop strings, and the longest of those."""
+        if not self._held and not any(search.stop[0] in new for search in self._searches):
+            return len(new), None
+        for place, char in enumerate(new):
+            found = [search.stop for search in self._searches if search.completes(char)]
+            if found and self._num_exempt <= 0:
+                return place + 1, max(found, key=len)
+        return len(new), None
+
+
+class _Search:
+    """A stop string in a text that comes one character at a time, after Knuth, Morris and Pratt."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0  # length of the longest end of the text that `stop` begins with
+        # [j] the longest such end of stop[:j] itself, shorter than j: what still stands when the next character does not.
+        self._shorter = [0, 0]
+        for char in stop[1:]:
+            self._shorter.append(self._longer(self._shorter[-1], char))
+
+    def completes(self, char: str) -> bool:
+        self.matched = self._longer(self.matched, char)
+        if self.matched < len(self.stop):
+            return False
+        self.matched = self._shorter[-1]  # for a text that goes on
+        return True
+
+    def _longer(self, matched: int, char: str) -> int:
+        while matched and self.stop[matched] != char:
+            matched = self._shorter[matched]
+        return matched + (self.stop[matched] == char)
+
+
+def cut(pieces: Iterable[Piece], num_chars: int) -> Iterator[Piece]:
+    """The first so many characters of them: pieces made of an answer's tokens may go on behind a stop string."""
+    for piece in pieces:
+        yield Piece(piece.text[:num_chars], piece.accepted)
+        num_chars = max(0, num_chars - len(piece.text))

@@ -123,14 +123,15 @@ class Tokenizer:
 class TextStream:
     """The text of one growing sequence of tokens: what is pushed and flushed adds up to `decode` of all of them.
 
-    A token may end within a character; its text is held back until the character is whole. Decoding looks back to the
-    last released token only, so a push costs the same however long the text is.
+    A token may end within a character; that character is held back until it is whole, what stands before it is not.
+    Decoding looks back to the last whole token only, so a push costs the same however long the text is.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
         self._tokenizer, self._skip_special = tokenizer, skip_special
-        self._ids: list[int] = []  # context whose text is out, then tokens whose text is not
+        self._ids: list[int] = []  # context whose text is out, then tokens whose text is not, or not all of it
         self._num_released = 0  # how many of `_ids` are context
+        self._num_chars_out = 0  # of the text of the others
 
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that became certain, often of exactly this token."""
@@ -142,14 +143,17 @@ class TextStream:
         return self._release(hold_back=False)
 
     def _release(self, hold_back: bool) -> str:
-        before = self._decode(self._ids[: self._num_released])
+        num_before = len(self._decode(self._ids[: self._num_released]))
         text = self._decode(self._ids)
+        num_out = num_before + self._num_chars_out
         if hold_back and text.endswith(_REPLACEMENT):
-            return ""
-        if len(text) > len(before):  # tokens without a text of their own stay context for those after them
+            text = text.rstrip(_REPLACEMENT)
+            self._num_chars_out = max(len(text), num_out) - num_before
+            return text[num_out:]
+        if len(text) > num_before:  # tokens without a text of their own stay context for those after them
             self._ids = self._ids[self._num_released :]
-        self._num_released = len(self._ids)
-        return text[len(before) :]
+        self._num_released, self._num_chars_out = len(self._ids), 0
+        return text[num_out:]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, self._skip_special)
