@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from slipstream.commands import flags
+from slipstream.commands.generate import show_answers
 from slipstream.commands.shared import options_of, print_json, say, screen, start
 from slipstream.config import SamplingParams
 from slipstream.errors import RequestError
@@ -37,10 +38,13 @@ def chat(
     config: flags.Config = None,
     as_json: flags.Json = False,
 ) -> None:
-    """Talk; tokens from accepted drafts are green. /reset forgets, /exit (or end of input) ends."""
+    """Talk; tokens from accepted drafts are green. /reset forgets, /exit (or end of input) ends.
+
+    With several answers a turn (n in the config file) all are shown, and the first is the one that was said.
+    """
     options = options_of(locals(), own=("system",))
     params = options.sampling_params()
-    llm = start(options, max_num_seqs=1)
+    llm = start(options, max_num_seqs=params.n)
     opening = [{"role": "system", "content": options.command["system"]}] if options.command.get("system") else []
     out, messages = screen(as_json), list(opening)
     for line in _lines(out):
@@ -71,7 +75,11 @@ def _lines(out: Console) -> Iterator[str]:
 
 
 def _reply(llm: "LLM", messages: list[dict[str, str]], params: SamplingParams, out: Console) -> str:
-    """Stream one answer to the screen and return its text."""
+    """Stream one answer to the screen and return its text; of several, show all when they are whole."""
+    if params.n > 1:
+        answers = llm.chat([messages], params)
+        show_answers(llm, answers, out)
+        return answers[0].text
     text, num_tokens, num_accepted, start = "", 0, 0, time.perf_counter()
     for chunk in llm.stream(messages, params):
         show(out, chunk.pieces)

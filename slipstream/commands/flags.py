@@ -30,6 +30,10 @@ Temperature = Annotated[float | None, typer.Option(help="0 is greedy. Default: 0
 TopP = Annotated[float | None, typer.Option(help="Nucleus, in (0, 1]. Default: 1, off.")]
 TopK = Annotated[int | None, typer.Option(help="Most likely tokens kept. Default: 0, off.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text, in every mode. Default: random.")]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="A text that ends the answer and is no part of it; may be given several times.")
+]
+NumAnswers = Annotated[int | None, typer.Option("--n", help="Answers to the prompt, each drawn anew. Default: 1.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Output tokens at most. Default: 256.")]
 Dtype = Annotated[str | None, typer.Option(help="auto, bfloat16, float16 or float32. Default: auto.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda. Default: auto.")]

@@ -1,17 +1,20 @@
 """`slipstream generate`."""
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from slipstream.commands import flags
 from slipstream.commands.shared import options_of, print_json, say, screen, start
 from slipstream.errors import EngineError, RequestError
 from slipstream.lab.paint import pieces_of, show
 from slipstream.prompts import user
+from slipstream.stream import cut
 
 if TYPE_CHECKING:
+    from slipstream.llm import LLM, Completion
     from slipstream.metrics import SpecCounters
 
 
@@ -29,6 +32,8 @@ def generate(
     top_k: flags.TopK = None,
     seed: flags.Seed = None,
     max_tokens: flags.MaxTokens = None,
+    stop: flags.Stop = None,
+    n: flags.NumAnswers = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     dtype: flags.Dtype = None,
     device: flags.Device = None,
@@ -43,28 +48,44 @@ def generate(
         raise RequestError("prompt is empty; give a text to answer")
     options = options_of(locals())
     params = options.sampling_params()
-    llm = start(options, max_num_seqs=1)
-    completion = (llm.generate([text], params) if raw else llm.chat([user(text)], params))[0]
-    out = screen(as_json)
-    show(out, pieces_of(llm.tokenizer, completion.token_ids, completion.accepted))
-    out.print()
-    say(_summary(completion.spec, completion.timing.tok_per_s))
-    if completion.error:
-        raise EngineError(completion.error)
+    llm = start(options, max_num_seqs=params.n)
+    answers = llm.generate([text], params) if raw else llm.chat([user(text)], params)
+    show_answers(llm, answers, screen(as_json))
     if as_json:
-        print_json(
-            {
-                "text": completion.text,
-                "token_ids": completion.token_ids,
-                "finish_reason": completion.finish_reason,
-                "usage": {
-                    "prompt_tokens": completion.prompt_tokens,
-                    "completion_tokens": len(completion.token_ids),
-                },
-                "spec": completion.spec.as_dict(),
-                "timing": completion.timing.as_dict(),
-            }
-        )
+        print_json(_report(answers))
+
+
+def show_answers(llm: "LLM", answers: "list[Completion]", out: Console) -> None:
+    """Answers to one prompt, numbered where there are several. EngineError where one of them failed."""
+    for answer in answers:
+        if len(answers) > 1:
+            say(f"answer {answer.index + 1} of {len(answers)}")
+        show(out, cut(pieces_of(llm.tokenizer, answer.token_ids, answer.accepted), len(answer.text)))
+        out.print()
+        say(_summary(answer.spec, answer.timing.tok_per_s))
+    if errors := [answer.error for answer in answers if answer.error]:
+        raise EngineError(errors[0])
+
+
+def _report(answers: "list[Completion]") -> dict[str, Any]:
+    """The answer; of several, a list of them, and their usage together."""
+    if len(answers) == 1:
+        return _answer_report(answers[0])
+    from slipstream.llm import usage_of
+
+    return {"answers": [_answer_report(answer) for answer in answers], "usage": usage_of(answers)}
+
+
+def _answer_report(answer: "Completion") -> dict[str, Any]:
+    return {
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "usage": answer.usage,
+        "spec": answer.spec.as_dict(),
+        "timing": answer.timing.as_dict(),
+    }
 
 
 def _summary(spec: "SpecCounters", tok_per_s: float | None) -> str:

@@ -22,6 +22,7 @@ def options_of(flags: Mapping[str, Any], own: Sequence[str] = ()) -> Options:
     """A command's `locals()` as options; names that no class of options knows stay out of it."""
     kept = {name: value for name, value in flags.items() if name in _FLAG_FIELDS or name in own}
     kept["draft_model"] = kept.pop("draft", None)
+    kept["stop"] = kept.pop("stop", None) or None  # a flag that may be repeated is an empty list where it is not given
     return gather(kept, flags.get("config"), frozenset(own))
 
 
@@ -39,6 +40,8 @@ _FLAG_FIELDS = frozenset(
         "top_k",
         "seed",
         "max_tokens",
+        "stop",
+        "n",
         "dtype",
         "device",
         "max_num_seqs",

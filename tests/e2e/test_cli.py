@@ -67,7 +67,7 @@ def test_generate_answers_alike_in_every_mode(run: Run, tiny: list[str]) -> None
         assert len(outcome.out.splitlines()) == 1, "with --json, stdout holds nothing but the object"
         reports[mode] = outcome.json
     off = reports["off"]
-    assert list(off) == ["text", "token_ids", "finish_reason", "usage", "spec", "timing"]
+    assert list(off) == ["text", "token_ids", "finish_reason", "stop_reason", "usage", "spec", "timing"]
     assert set(off["usage"]) == {"prompt_tokens", "completion_tokens"}
     assert set(off["timing"]) == {"ttft_ms", "tpot_ms", "tok_per_s"}
     assert set(off["spec"]) == set(
@@ -201,7 +201,7 @@ def test_the_layout_of_a_drafter_is_asked_for_with_one_word(run: Run, tiny: list
     assert answers[0]["token_ids"] == answers[1]["token_ids"]
 
 
-@pytest.mark.parametrize("command", [command.__name__ for command, _ in COMMANDS])
+@pytest.mark.parametrize("command", [command.__name__.replace("_", "-") for command, _ in COMMANDS])
 def test_help_ends_with_an_example(run: Run, command: str) -> None:
     outcome = run(command, "--help")
     assert outcome.code == 0
