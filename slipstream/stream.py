@@ -99,7 +99,10 @@ class StopStrings:
 
     def flush(self) -> str:
         """What was held back at the end of an answer that no stop string ended."""
-        return "" if self._ended else self._held + self._decoder.flush()
+        if self._ended:
+            return ""
+        held, self._held = self._held, ""
+        return held + self._decoder.flush()
 
     def rest(self) -> str:
         """All text that was not given out."""
