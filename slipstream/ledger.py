@@ -17,8 +17,8 @@ from slipstream.request import Request
 
 UInt8s: TypeAlias = NDArray[np.uint8]
 
-# Bits of `Ledger.sampling`; none for a greedy request, whatever else it asks for.
-SAMPLED, TOP_K, TOP_P = 1, 2, 4
+# Bits of `Ledger.sampling`. A greedy request has none of the first four, whatever it asks for.
+SAMPLED, TOP_K, TOP_P, MIN_P, PENALTY, EDIT = 1, 2, 4, 8, 16, 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +64,7 @@ class Ledger:
         self.full_context = np.zeros(num_slots, np.int32)  # where the answer ends, by max_tokens or the model's context
         self.unplanned = np.zeros(num_slots, np.int32)  # known tokens in no plan yet; 0: it decodes, or is free
         self.decode_steps = np.zeros(num_slots, np.int32)  # planned since admission
-        self.sampling = np.zeros(num_slots, np.uint8)  # SAMPLED | TOP_K | TOP_P
+        self.sampling = np.zeros(num_slots, np.uint8)  # SAMPLED | TOP_K | ...
         self.teaches = np.zeros(num_slots, np.bool_)
         self.answers = Answers(num_slots, max_model_len, max_drafts)
         self._counts = _Counts(num_slots, max_drafts)
@@ -78,8 +78,7 @@ class Ledger:
         self.full_context[slot] = min(len(request.prompt_ids) + params.max_tokens, max_model_len) - 1
         self.unplanned[slot] = request.num_known
         self.decode_steps[slot] = 0
-        cuts = SAMPLED | TOP_K * (params.top_k > 0) | TOP_P * (params.top_p < 1)
-        self.sampling[slot] = cuts if params.temperature > 0 else 0
+        self.sampling[slot] = _sampling_of(request)
         self.teaches[slot] = not request.constrained
         self.answers.admit(slot, request)
 
@@ -101,7 +100,7 @@ class Ledger:
             slots_np=slots.astype(np.int32),
             generations_np=self.generations[slots],
             uids_np=self.uids[slots],
-            sampled_np=sampling > 0,
+            sampled_np=(sampling & SAMPLED) > 0,
             teaches_np=self.teaches[slots],
             num_given_np=num_given,
             emits_np=emits,
@@ -138,6 +137,15 @@ class Ledger:
     def count_into(self, counters: SpecCounters, slot: int) -> None:
         """Add what `count` has counted since the tenant was admitted."""
         self._counts.add_to(counters, slot)
+
+
+def _sampling_of(request: Request) -> int:
+    params, bits = request.params, 0
+    if params.temperature > 0:
+        bits = SAMPLED | TOP_K * (params.top_k > 0) | TOP_P * (params.top_p < 1) | MIN_P * (params.min_p > 0)
+    penalties = params.repetition_penalty != 1, params.frequency_penalty != 0, params.presence_penalty != 0
+    bans = params.min_tokens > 0 and len(request.stop_ids) > 0
+    return bits | PENALTY * any(penalties) | EDIT * (bans or len(params.logit_bias) > 0)
 
 
 class _Counts:

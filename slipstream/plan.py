@@ -6,6 +6,7 @@ between two calls. Letters in shapes: B sequences of the step, D = `num_decode` 
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,18 @@ NUM_VERDICT_COLUMNS = 3
 WIDTH, NUM_ACCEPTED, IS_INVALID = range(NUM_VERDICT_COLUMNS)
 
 
+MAX_EDITS = 428  # of one request: every slot has room for so many
+FOREVER = 2**62  # tokens
+
+
+class Edit(NamedTuple):
+    """What is added to one token's logit while the output has fewer than `until` tokens."""
+
+    token_id: int
+    value: float  # -inf bans
+    until: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Admission:
     """A slot's new owner: everything that the device must know of a request. Filled by the scheduler."""
@@ -31,6 +44,12 @@ class Admission:
     top_k: int  # 0 = off
     top_p: float  # 1 = off
     seed: int  # 64 bits, signed
+    num_prompt: int = 0  # of the tokens; the output begins behind them
+    min_p: float = 0.0  # 0 = off
+    repetition_penalty: float = 1.0  # 1 = off
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    edits: tuple[Edit, ...] = ()  # at most MAX_EDITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,12 +81,20 @@ class StepPlan:
     any_sampled: bool
     any_top_k: bool
     any_top_p: bool
+    any_min_p: bool = False
+    any_penalty: bool = False
+    any_edit: bool = False
     num_given: int = field(init=False)  # given rows of all; counted once, for several stages ask
     num_emitting: int = field(init=False)
 
     @property
     def num_sequences(self) -> int:
         return len(self.slots_np)
+
+    @property
+    def any_shaped(self) -> bool:
+        """Somebody asks for more than a temperature."""
+        return self.any_top_k or self.any_top_p or self.any_min_p or self.any_penalty or self.any_edit
 
     def is_same_step(self, other: "StepPlan") -> bool:
         """Whether it is the same plan, at whatever draft length: `replace` keeps the arrays."""

@@ -8,6 +8,7 @@ then answers DRAIN, and the engine collects before it asks again.
 Decoding requests are planned as columns of the ledger; Python per request is left for admissions and prefill.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
@@ -16,11 +17,14 @@ from typing import TypeAlias
 import numpy as np
 
 from slipstream.cache.pages import PageAllocator, PageTable
-from slipstream.errors import CapacityError
-from slipstream.ledger import SAMPLED, TOP_K, TOP_P, InFlight, Ledger, Members
+from slipstream.config import MAX_BIASES
+from slipstream.errors import CapacityError, RequestError
+from slipstream.ledger import EDIT, MIN_P, PENALTY, SAMPLED, TOP_K, TOP_P, InFlight, Ledger, Members
 from slipstream.metrics import SpecCounters
-from slipstream.plan import Admission, Bools, Int32s, Int64s, StepPlan
+from slipstream.plan import FOREVER, MAX_EDITS, Admission, Bools, Edit, Int32s, Int64s, StepPlan
 from slipstream.request import FinishReason, Request
+
+MAX_BANS = MAX_EDITS - MAX_BIASES  # ids that min_tokens keeps from ending an answer
 
 
 class NoPlan(Enum):
@@ -96,6 +100,11 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         assert request.num_known < self.limits.max_model_len, (request.num_known, self.limits.max_model_len)
+        if request.params.min_tokens and len(request.stop_ids) > MAX_BANS:
+            raise RequestError(
+                f"min_tokens keeps at most {MAX_BANS} ids from ending the answer and here {len(request.stop_ids)} would: "
+                "list fewer stop_token_ids, or set min_tokens to 0"
+            )
         longest = min(request.num_known + request.params.max_tokens, self.limits.max_model_len)
         need, room = self.pages.pages_for(longest), self.pages.num_free + self.pages.num_used
         if need > room:
@@ -263,7 +272,9 @@ class Scheduler:
         seed = (request.seed + 2**63) % 2**64 - 2**63  # the same 64 bits, signed
         return Admission(
             slot=slot, token_ids_np=token_ids, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p,
-            seed=seed,
+            seed=seed, num_prompt=len(request.prompt_ids), min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty, frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty, edits=_edits_of(request),
         )  # fmt: skip
 
     def _preempt(self, request: Request) -> int:
@@ -338,4 +349,15 @@ class Scheduler:
             any_sampled=bool(cuts & SAMPLED),
             any_top_k=bool(cuts & TOP_K),
             any_top_p=bool(cuts & TOP_P),
+            any_min_p=bool(cuts & MIN_P),
+            any_penalty=bool(cuts & PENALTY),
+            any_edit=bool(cuts & EDIT),
         )
+
+
+def _edits_of(request: Request) -> tuple[Edit, ...]:
+    """Biases for ever, and bans of whatever would end the answer before min_tokens."""
+    params = request.params
+    biases = [Edit(token, bias, FOREVER) for token, bias in params.logit_bias.items()]
+    bans = [Edit(token, -math.inf, params.min_tokens) for token in sorted(request.stop_ids) if params.min_tokens]
+    return (*biases, *bans)

@@ -91,7 +91,7 @@ class TorchBackend:
             num_outputs=num_outputs,
             decode_only=plan.num_decode == plan.num_sequences,
             draft_length=plan.draft_length,
-            filtered=plan.any_top_k or plan.any_top_p,
+            filtered=plan.any_shaped,
             segments=_segments(plan, decision),
             exact=(plan.num_sequences, num_outputs),
         )

@@ -4,16 +4,20 @@ The host never reads it. `load` writes a plan into it, `apply_verdict` moves it 
 else only gathers. Letters in shapes: N slots, L positions per request, P pages per request, B sequences of the step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.cache.pages import NULL_PAGE
 from slipstream.cache.pool import KVPool
 from slipstream.device.staging import Uploader
-from slipstream.plan import Admission, StepPlan
+from slipstream.ops.shape_logits import Shaping
+from slipstream.plan import MAX_EDITS, Admission, StepPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +28,9 @@ class SlotState:
     temperature: Tensor  # [N + 1] float32
     top_k: Tensor  # [N + 1] int64, 0 = off
     top_p: Tensor  # [N + 1] float32
+    min_p: Tensor  # [N + 1] float32, 0 = off
     seed: Tensor  # [N + 1] int64
+    shaping: Shaping  # of N + 1 histories, the rows of token_ids
 
     @property
     def padding_slot(self) -> int:
@@ -46,7 +52,9 @@ def make_slot_state(num_slots: int, max_len: int, page_size: int, device: torch.
         temperature=torch.zeros(num_slots, dtype=torch.float32, device=device),
         top_k=torch.zeros(num_slots, dtype=torch.int64, device=device),
         top_p=torch.ones(num_slots, dtype=torch.float32, device=device),
+        min_p=torch.zeros(num_slots, dtype=torch.float32, device=device),
         seed=torch.zeros(num_slots, dtype=torch.int64, device=device),
+        shaping=Shaping.neutral(num_slots, MAX_EDITS, device),
     )
 
 
@@ -71,9 +79,12 @@ def load(state: SlotState, plan: StepPlan, uploader: Uploader, pools: tuple[KVPo
     }
     # One copy for all: with one per admission, the uploader would run out of free buffers and wait for the device.
     prompts = {f"prompt_{a.slot}": a.token_ids_np.astype(np.int32) for a in plan.admissions}
-    moved = uploader.upload(arrays | prompts)
-    for admission in plan.admissions:
+    edits = packed_edits(plan.admissions)
+    moved = uploader.upload(arrays | prompts | edits)
+    for admission, start in zip(plan.admissions, edits["cu_edits"].tolist(), strict=False):
         _admit(state, admission, moved[f"prompt_{admission.slot}"])
+        if admission.edits:
+            _admit_edits(state.shaping, admission.slot, moved, slice(start, start + len(admission.edits)))
     if len(plan.page_writes_np):
         slot, index, page = moved["page_writes"].unbind(1)
         state.page_table.index_put_((slot, index), page)
@@ -90,7 +101,31 @@ def _admit(state: SlotState, admission: Admission, token_ids: Tensor) -> None:
     state.temperature[slot].fill_(admission.temperature)
     state.top_k[slot].fill_(admission.top_k)
     state.top_p[slot].fill_(admission.top_p)
+    state.min_p[slot].fill_(admission.min_p)
     state.seed[slot].fill_(admission.seed)
+    shaping = state.shaping
+    shaping.repetition[slot].fill_(admission.repetition_penalty)
+    shaping.frequency[slot].fill_(admission.frequency_penalty)
+    shaping.presence[slot].fill_(admission.presence_penalty)
+    shaping.num_prompt[slot].fill_(admission.num_prompt)
+    shaping.num_edits[slot].fill_(len(admission.edits))
+
+
+def _admit_edits(shaping: Shaping, slot: int, packed: dict[str, Tensor], part: slice) -> None:
+    for name in ("edit_ids", "edit_values", "edit_until"):
+        edits = packed[name][part]
+        getattr(shaping, name)[slot, : len(edits)].copy_(edits)
+
+
+def packed_edits(admissions: Sequence[Admission]) -> dict[str, NDArray[Any]]:
+    """Edits of all, one after another: cu_edits [A + 1] int64; edit_ids, edit_until int64 and edit_values fp32 [n]."""
+    edits = [edit for admission in admissions for edit in admission.edits]
+    return {
+        "cu_edits": np.cumsum([0, *(len(a.edits) for a in admissions)]).astype(np.int64),
+        "edit_ids": np.array([edit.token_id for edit in edits], np.int64),
+        "edit_values": np.array([edit.value for edit in edits], np.float32),
+        "edit_until": np.array([edit.until for edit in edits], np.int64),
+    }
 
 
 def apply_verdict(state: SlotState, plan: PlanOnDevice, num_accepted: Tensor, emitted: Tensor) -> None:

@@ -17,7 +17,7 @@ from slipstream.device.batch import Batch
 from slipstream.device.graphs import Graphs
 from slipstream.device.shapes import Buckets, DraftShape, VerifyShape
 from slipstream.device.staging import Exporter, Mailbox, Uploader
-from slipstream.device.state import PlanOnDevice, SlotState
+from slipstream.device.state import PlanOnDevice, SlotState, packed_edits
 from slipstream.kernels import accept, rank
 from slipstream.kernels import batch as batch_kernels
 from slipstream.kernels.attention import Tiles, choose_splits
@@ -133,13 +133,19 @@ class TritonBackend:
             "temperature": np.array([a.temperature for a in new], np.float32),
             "top_k": np.array([a.top_k for a in new], np.int64),
             "top_p": np.array([a.top_p for a in new], np.float32),
+            "min_p": np.array([a.min_p for a in new], np.float32),
             "seed": np.array([a.seed for a in new], np.int64),
+            "repetition": np.array([a.repetition_penalty for a in new], np.float32),
+            "frequency": np.array([a.frequency_penalty for a in new], np.float32),
+            "presence": np.array([a.presence_penalty for a in new], np.float32),
+            "num_prompt": np.array([a.num_prompt for a in new], np.int64),
+            **packed_edits(new),
         })  # fmt: skip
         state = self.state
         batch_kernels.admit(
             batch_kernels.Admissions(**moved), token_ids=state.token_ids, context=state.context,
             page_table=state.page_table, temperature=state.temperature, top_k=state.top_k, top_p=state.top_p,
-            seed=state.seed,
+            min_p=state.min_p, seed=state.seed, shaping=state.shaping,
         )  # fmt: skip
 
     def place(self, decision: Decision) -> Tensor:
@@ -186,7 +192,7 @@ class TritonBackend:
             plan.num_given + num_drafts,
             plan.num_emitting + num_drafts,
             decode_only=plan.num_decode == plan.num_sequences,
-            filtered=plan.any_top_k or plan.any_top_p,
+            filtered=plan.any_shaped,
         )
 
     def replay(self, stage: str, shape: DraftShape | VerifyShape | None) -> Callable[[], object] | None:

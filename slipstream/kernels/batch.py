@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.cache.pages import NULL_PAGE, SCRATCH_PAGE
+from slipstream.ops.shape_logits import Shaping
 
 _BLOCK = 128  # elements a program handles at a time: a sequence rarely has more rows, and a prefill gets many programs
 _MAX_SEQUENCES_AT_ONCE = 512  # summed up in one go by each program of `layout`; more of them take more turns
@@ -36,34 +37,50 @@ class Admissions:
     temperature: Tensor  # [A] float32
     top_k: Tensor  # [A] int64
     top_p: Tensor  # [A] float32
+    min_p: Tensor  # [A] float32
     seed: Tensor  # [A] int64
+    repetition: Tensor  # [A] float32, like the next two
+    frequency: Tensor
+    presence: Tensor
+    num_prompt: Tensor  # [A] int64
+    cu_edits: Tensor  # [A + 1] int64
+    edit_ids: Tensor  # [cu_edits[A] or more] int64
+    edit_values: Tensor  # the same, float32
+    edit_until: Tensor  # the same, int64
 
 
 def admit(
     new: Admissions, *, token_ids: Tensor, context: Tensor, page_table: Tensor, temperature: Tensor, top_k: Tensor,
-    top_p: Tensor, seed: Tensor,
+    top_p: Tensor, min_p: Tensor, seed: Tensor, shaping: Shaping,
 ) -> None:  # fmt: skip
     """Give slots to new owners: tokens from the start of the row on, context 0, an empty page table, parameters.
 
     The keywords are the fields of the slot state: token_ids [N + 1, L + 1] int32, context [N + 1] int64, page_table
-    [N + 1, P] int64, then [N + 1] each. No slot may come twice. What stood behind the tokens stays there.
+    [N + 1, P] int64, then [N + 1] each, and what requests ask of logits. No slot may come twice. What stood behind the tokens stays there.
     """
     num_admissions = len(new.slots)
     if num_admissions == 0:
         return
     num_chunks = min(triton.cdiv(token_ids.shape[1], 8 * _BLOCK), 32)
     _admit[(num_admissions, num_chunks)](
-        new.slots, new.cu_tokens, new.tokens, new.temperature, new.top_k, new.top_p, new.seed,
-        token_ids, context, page_table, temperature, top_k, top_p, seed,
-        token_ids.stride(0), page_table.stride(0), page_table.shape[1], NULL_PAGE=NULL_PAGE, BLOCK=8 * _BLOCK,
+        new.slots, new.cu_tokens, new.tokens, new.temperature, new.top_k, new.top_p, new.min_p, new.seed,
+        new.repetition, new.frequency, new.presence, new.num_prompt,
+        new.cu_edits, new.edit_ids, new.edit_values, new.edit_until,
+        token_ids, context, page_table, temperature, top_k, top_p, min_p, seed,
+        shaping.repetition, shaping.frequency, shaping.presence, shaping.num_prompt,
+        shaping.num_edits, shaping.edit_ids, shaping.edit_values, shaping.edit_until,
+        token_ids.stride(0), page_table.stride(0), page_table.shape[1], shaping.edit_ids.shape[1],
+        NULL_PAGE=NULL_PAGE, BLOCK=8 * _BLOCK,
     )  # fmt: skip
 
 
 @triton.jit
 def _admit(
-    new_slots, cu_tokens, new_tokens, new_temperature, new_top_k, new_top_p, new_seed,
-    token_ids, context, page_table, temperature, top_k, top_p, seed, token_stride, page_stride, num_pages,
-    NULL_PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    new_slots, cu_tokens, new_tokens, new_temperature, new_top_k, new_top_p, new_min_p, new_seed,
+    new_repetition, new_frequency, new_presence, new_num_prompt, cu_edits, new_edit_ids, new_edit_values, new_edit_until,
+    token_ids, context, page_table, temperature, top_k, top_p, min_p, seed,
+    repetition, frequency, presence, num_prompt, num_edits, edit_ids, edit_values, edit_until,
+    token_stride, page_stride, num_pages, edit_stride, NULL_PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     new, chunk = tl.program_id(0), tl.program_id(1)
     slot = tl.load(new_slots + new)
@@ -83,7 +100,21 @@ def _admit(
             tl.store(temperature + slot, tl.load(new_temperature + new))
             tl.store(top_k + slot, tl.load(new_top_k + new))
             tl.store(top_p + slot, tl.load(new_top_p + new))
+            tl.store(min_p + slot, tl.load(new_min_p + new))
             tl.store(seed + slot, tl.load(new_seed + new))
+            tl.store(repetition + slot, tl.load(new_repetition + new))
+            tl.store(frequency + slot, tl.load(new_frequency + new))
+            tl.store(presence + slot, tl.load(new_presence + new))
+            tl.store(num_prompt + slot, tl.load(new_num_prompt + new))
+            first_edit = tl.load(cu_edits + new)
+            count = (tl.load(cu_edits + new + 1) - first_edit).to(tl.int32)
+            tl.store(num_edits + slot, count.to(tl.int64))
+            for first in range(0, count, BLOCK):
+                column = first + tl.arange(0, BLOCK)
+                source, target, inside = first_edit + column, slot * edit_stride + column, column < count
+                tl.store(edit_ids + target, tl.load(new_edit_ids + source, mask=inside, other=0), mask=inside)
+                tl.store(edit_values + target, tl.load(new_edit_values + source, mask=inside, other=0.0), mask=inside)
+                tl.store(edit_until + target, tl.load(new_edit_until + source, mask=inside, other=0), mask=inside)
 
 
 def write_pages(page_table: Tensor, writes: Tensor) -> None:

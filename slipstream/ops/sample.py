@@ -1,4 +1,4 @@
-"""From logits to tokens: temperature, top-k, top-p, and the Gumbel-max rule of coupled acceptance.
+"""From logits to tokens: temperature, top-k, top-p, min-p, and the Gumbel-max rule of coupled acceptance.
 
 All functions are row-wise, so a row's result does not depend on its neighbours, and read nothing on the host.
 Order within a row is always logit descending, token id ascending. Temperature 0 is greedy: the row passes through
@@ -25,14 +25,16 @@ def filter_logits(
     top_k: Tensor,
     top_p: Tensor,
     *,
+    min_p: Tensor | None = None,
     any_top_k: bool = True,
     any_top_p: bool = True,
 ) -> Tensor:
-    """Logits of the distribution to sample from: divided by the temperature, -inf outside top-k and top-p.
+    """Logits of the distribution to sample from: divided by the temperature, -inf outside top-k, top-p and min-p.
 
     logits [R, V]; temperature, top_p [R] float; top_k [R] int. top_k 0 and top_p 1 mean off. top_p keeps the
-    smallest prefix, of what top_k left, whose share is at least top_p. The two flags say on the host whether any
-    row asks; where none does, nothing is selected. Returns a new [R, V], at least fp32; sampled rows are shifted
+    smallest prefix, of what top_k left, whose share is at least top_p. min_p [R] float, 0 = off, None where nobody
+    asks: tokens stay whose probability is at least that share of the largest one. The two flags say on the host
+    whether any row asks; where none does, nothing is selected. Returns a new [R, V], at least fp32; sampled rows are shifted
     so that their largest entry is 0, which no sampling rule can see and no small temperature can overflow.
     """
     logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
@@ -47,6 +49,8 @@ def filter_logits(
         share = scaled.softmax(-1).double()
         kept = _smallest_prefix(key, bits, share, (top_p.double() * share.sum(-1)).clamp_(min=1e-300))
         scaled.masked_fill_(~kept & sampled & (top_p < 1)[:, None], -torch.inf)
+    if min_p is not None:
+        scaled.masked_fill_((scaled < min_p.to(scaled.dtype).log()[:, None]) & sampled, -torch.inf)
     return scaled
 
 

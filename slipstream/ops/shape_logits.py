@@ -53,12 +53,17 @@ class Histories:
     """What stands before each row: known tokens of a history, then drafts of a sequence."""
 
     token_ids: Tensor  # [N, L] integers, all of them ids below V; column 0 of a history that is used is known
-    max_known: int  # most known tokens of any row, or more
+    max_known: int  # most known tokens of any row, or more; at least 1
     owner: Tensor  # [R] history that the row continues
     num_known: Tensor  # [R] int64: how many of its tokens are known
     drafts: Tensor  # [B, S] int64; any ids below V where nothing was drafted
     sequence: Tensor  # [R] row of `drafts`; any where num_drafts is 0
     num_drafts: Tensor  # [R] int64: how many of them stand before the row
+
+    @property
+    def num_columns(self) -> int:
+        """Of `token_ids`, so many need be looked at."""
+        return min(self.max_known, self.token_ids.shape[1])
 
     def part(self, rows: slice) -> "Histories":
         return Histories(
@@ -76,8 +81,7 @@ def shape_logits(
     """
     shaped = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits.float()
     if any_penalty:
-        columns = min(histories.max_known, histories.token_ids.shape[1]) + histories.drafts.shape[1]
-        at_once = max(_ELEMENTS_AT_ONCE // max(columns, 1), 1)
+        at_once = max(_ELEMENTS_AT_ONCE // (histories.num_columns + histories.drafts.shape[1]), 1)
         for first in range(0, len(shaped), at_once):
             rows = slice(first, first + at_once)
             _penalize(shaped[rows], asked, histories.part(rows))
@@ -101,23 +105,21 @@ def _penalize(logits: Tensor, asked: Shaping, histories: Histories) -> None:
     x = logits.gather(1, known)
     logits.scatter_(1, known, torch.where(x > 0, x / repetition, x * repetition))
 
-    num_known = token_ids.shape[1] - histories.drafts.shape[1]
+    # Drafts stand in the last columns, and an output's first token is never one of them: drafts begin after it.
     column = torch.arange(token_ids.shape[1], device=logits.device)
-    is_output = is_before & ((column >= num_prompt) | (column >= num_known))
+    is_output = is_before & ((column >= num_prompt) | (column >= histories.num_columns))
     logits.scatter_add_(1, token_ids, torch.where(is_output, -frequency, 0))
 
-    # The first token of an output is always a known one: drafts begin after it.
-    first_output = token_ids.gather(1, num_prompt.clamp(max=num_known - 1))
+    first_output = token_ids.gather(1, num_prompt.clamp(max=histories.num_columns - 1))
     is_begun = is_output.any(1, keepdim=True)
     output = torch.where(is_output, token_ids, first_output)
     logits.scatter_(1, output, logits.gather(1, output) - presence * is_begun)
 
 
 def _tokens_before(histories: Histories) -> tuple[Tensor, Tensor]:
-    """[R, max_known + S] ids, and which of them stand before the row."""
-    columns = min(histories.max_known, histories.token_ids.shape[1])
-    known = histories.token_ids[:, :columns].index_select(0, histories.owner).long()
-    step = torch.arange(columns, device=known.device)
+    """[R, num_columns + S] ids, and which of them stand before the row."""
+    known = histories.token_ids[:, : histories.num_columns].index_select(0, histories.owner).long()
+    step = torch.arange(histories.num_columns, device=known.device)
     is_known = step < histories.num_known[:, None]
     if not histories.drafts.numel():
         return known, is_known

@@ -18,6 +18,7 @@ from slipstream.device.state import PlanOnDevice, SlotState
 from slipstream.ops.noise import CounterSource, RandomSource, gumbel
 from slipstream.ops.reject import count_accepted_coupled, draft_sample, reject
 from slipstream.ops.sample import coupled_targets, filter_logits, invalid_rows, probabilities
+from slipstream.ops.shape_logits import Histories, shape_logits
 from slipstream.plan import IS_INVALID, NUM_ACCEPTED, WIDTH, StepPlan
 
 
@@ -46,36 +47,69 @@ class Verdict:
         return self.result[:, IS_INVALID] > 0
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the host knows of the requests of a step: where nobody asks for a thing, none of its work is done."""
+
+    any_top_k: bool
+    any_top_p: bool
+    any_min_p: bool
+    any_penalty: bool
+    any_edit: bool
+    max_known: int  # known tokens of a sequence at most; 0 where nobody looks at them
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> "Asked":
+        most = int((plan.context_upper_bound_np + plan.num_given_np).max()) if plan.any_penalty else 0
+        return cls(plan.any_top_k, plan.any_top_p, plan.any_min_p, plan.any_penalty, plan.any_edit, most)
+
+
+def law_of(logits: Tensor, state: SlotState, asked: Asked, histories: Histories) -> Tensor:
+    """logits [O, V] as the target gave them -> those to choose tokens by, fp32 at least: the one place that does it.
+
+    Penalties and edits (`ops.shape_logits`), each row after the drafts before it; then temperature and filters
+    (`ops.sample`). Slots own the histories.
+    """
+    slots = histories.owner
+    if asked.any_penalty or asked.any_edit:
+        flags = {"any_penalty": asked.any_penalty, "any_edit": asked.any_edit}
+        logits = shape_logits(logits, state.shaping, histories, **flags)
+    return filter_logits(
+        logits, state.temperature[slots], state.top_k[slots], state.top_p[slots],
+        min_p=state.min_p[slots] if asked.any_min_p else None, any_top_k=asked.any_top_k, any_top_p=asked.any_top_p,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingView:
     """Sampling parameters of the step's sequences, gathered from slot state, and what the host knows of them."""
 
+    state: SlotState
+    slots: Tensor  # [B]
     temperature: Tensor  # [B]
-    top_k: Tensor  # [B]
-    top_p: Tensor  # [B]
     seed: Tensor  # [B]
     first_position: Tensor  # [B] position of the first token that may be emitted: context + given
     num_decode: int
     draft_length: int
     any_sampled: bool
-    any_top_k: bool
-    any_top_p: bool
+    asked: Asked
 
-    def filtered(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """logits [O, V] of sequences rows [O] -> after temperature and filters, fp32 at least."""
-        return filter_logits(
-            logits, self.temperature[rows], self.top_k[rows], self.top_p[rows],
-            any_top_k=self.any_top_k, any_top_p=self.any_top_p,
+    def law(self, batch: Batch, logits: Tensor, drafts: Tensor) -> Tensor:
+        """logits [O, V] of the output rows, drafts [D, d] -> see `law_of`."""
+        rows = batch.output_sequence
+        histories = Histories(
+            self.state.token_ids, self.asked.max_known, self.slots[rows], self.first_position[rows], drafts, rows,
+            batch.output_offset,
         )  # fmt: skip
+        return law_of(logits, self.state, self.asked, histories)
 
 
 def view_sampling(state: SlotState, loaded: PlanOnDevice, plan: StepPlan) -> SamplingView:
     count = plan.num_sequences
     slots = loaded.slots[:count]
     return SamplingView(
-        state.temperature[slots], state.top_k[slots], state.top_p[slots], state.seed[slots],
-        state.context[slots] + loaded.num_given[:count], plan.num_decode, plan.draft_length,
-        plan.any_sampled, plan.any_top_k, plan.any_top_p,
+        state, slots, state.temperature[slots], state.seed[slots], state.context[slots] + loaded.num_given[:count],
+        plan.num_decode, plan.draft_length, plan.any_sampled, Asked.of(plan),
     )  # fmt: skip
 
 
@@ -166,11 +200,12 @@ class CoupledStep:
             decode_row = rows * places + batch.output_offset
             other_row = self.view.num_decode * places + rows - self.view.num_decode
             noise = noise.index_select(0, torch.where(rows < self.view.num_decode, decode_row, other_row))
-        chosen = coupled_targets(self.view.filtered(logits, rows), self.view.temperature[rows], noise)
-        emitted = pad_outputs(batch, chosen, places)
-        drafts = _for_all(_drafts(drafts, self.view), len(batch.widths))
+        drafts = _drafts(drafts, self.view)
+        law = self.view.law(batch, logits, drafts)
+        emitted = pad_outputs(batch, coupled_targets(law, self.view.temperature[rows], noise), places)
+        drafts = _for_all(drafts, len(batch.widths))
         num_accepted = count_accepted_coupled(drafts, emitted, batch.widths)
-        return Verdict.of(batch.widths, num_accepted, _any_invalid(batch, logits, num_accepted), emitted)
+        return Verdict.of(batch.widths, num_accepted, _any_invalid(batch, law, num_accepted), emitted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +250,11 @@ class RejectionStep:
         if not len(logits):
             return silent_verdict(batch)
         rows, num_sequences = batch.output_sequence, len(batch.widths)
-        target = probabilities(self.view.filtered(logits, rows), self.view.temperature[rows])
+        drafts = _drafts(drafts, self.view)
+        law = self.view.law(batch, logits, drafts)
+        target = probabilities(law, self.view.temperature[rows])
         target = pad_outputs(batch, target, self.view.draft_length + 1)
-        drafts = _for_all(_drafts(drafts, self.view), num_sequences)
+        drafts = _for_all(drafts, num_sequences)
         no_prob = target.new_zeros(self.view.num_decode, 0, target.shape[-1])
         prob = no_prob if draft_prob is None else draft_prob
         num_accepted, following = reject(
@@ -225,7 +262,7 @@ class RejectionStep:
         )
         emitted = torch.cat([drafts, drafts.new_zeros(num_sequences, 1)], dim=1)
         emitted = emitted.scatter(1, num_accepted[:, None], following[:, None])
-        return Verdict.of(batch.widths, num_accepted, _any_invalid(batch, logits, num_accepted), emitted)
+        return Verdict.of(batch.widths, num_accepted, _any_invalid(batch, law, num_accepted), emitted)
 
     @property
     def _anchor(self) -> Tensor:
@@ -259,8 +296,8 @@ def _for_all(values: Tensor, num_sequences: int) -> Tensor:
     return torch.cat([values, values.new_zeros(missing, *values.shape[1:])]) if missing else values
 
 
-def _any_invalid(batch: Batch, logits: Tensor, num_accepted: Tensor) -> Tensor:
-    """[B] bool: a row that a token was taken from holds NaN or infinity."""
+def _any_invalid(batch: Batch, law: Tensor, num_accepted: Tensor) -> Tensor:
+    """[B] bool: a row that a token was taken from held NaN or infinity, or leaves no token to take."""
     used = batch.output_offset <= num_accepted[batch.output_sequence]
-    flags = (invalid_rows(logits) & used).to(torch.int64)
+    flags = (invalid_rows(law) & used).to(torch.int64)
     return torch.zeros_like(batch.widths).index_add_(0, batch.output_sequence, flags) > 0

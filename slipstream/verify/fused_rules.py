@@ -1,7 +1,8 @@
 """Stage `accept` in Triton, under either rule, over padded rows. `CoupledRule` and `RejectionRule` are the references.
 
 Coupled acceptance goes by device values and shapes alone, so it can be captured. Rejection takes the distributions that
-the draft was drawn from, which are new tensors in every step, and is launched as it is. Filters (top-k, top-p) are torch's.
+the draft was drawn from, which are new tensors in every step, and is launched as it is. What else requests ask of the
+logits (penalties, edits, filters) is torch's.
 """
 
 from collections.abc import Callable
@@ -19,9 +20,10 @@ from slipstream.device.triton import StepBuffers, TiledBatch
 from slipstream.kernels.accept import accept_coupled
 from slipstream.kernels.reject import accept_rejection
 from slipstream.ops.noise import CounterSource, gumbel
-from slipstream.ops.sample import coupled_targets, filter_logits
+from slipstream.ops.sample import coupled_targets
+from slipstream.ops.shape_logits import Histories
 from slipstream.plan import StepPlan
-from slipstream.verify.accept import RejectionStep, Verdict, view_sampling
+from slipstream.verify.accept import Asked, RejectionStep, Verdict, law_of, view_sampling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +35,7 @@ class FusedCoupledRule:
     captures: ClassVar[bool] = True
 
     def begin(self, state: SlotState, loaded: PlanOnDevice, plan: StepPlan, vocab_size: int) -> "FusedCoupledStep":
-        return FusedCoupledStep(state, loaded, vocab_size, self.sample_drafts, self.buffers)
+        return FusedCoupledStep(state, loaded, vocab_size, self.sample_drafts, self.buffers, Asked.of(plan))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +45,7 @@ class FusedCoupledStep:
     vocab_size: int
     sample_drafts: bool
     buffers: StepBuffers
+    asked: Asked
     shares_noise: ClassVar[bool] = True
 
     def reading_temperature(self, count: int) -> Tensor:
@@ -68,7 +71,7 @@ class FusedCoupledStep:
     def judge(
         self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_prob: Tensor | None, shape: VerifyShape
     ) -> Verdict:
-        return _judge(accept_coupled, batch, logits, self.vocab_size, self.state, self.buffers, shape)
+        return _judge(accept_coupled, batch, logits, self.vocab_size, self.state, self.buffers, self.asked, shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +84,11 @@ class FusedRejectionRule:
 
     def begin(self, state: SlotState, loaded: PlanOnDevice, plan: StepPlan, vocab_size: int) -> "FusedRejectionStep":
         view = view_sampling(state, loaded, plan)
-        return FusedRejectionStep(view, vocab_size, self.sample_drafts, CounterSource(), state, self.buffers)
+        return FusedRejectionStep(view, vocab_size, self.sample_drafts, CounterSource(), self.buffers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedRejectionStep(RejectionStep):
-    state: SlotState
     buffers: StepBuffers
 
     def certain(self, token_ids: Tensor) -> None:  # type: ignore[override]
@@ -96,19 +98,19 @@ class FusedRejectionStep(RejectionStep):
     def judge(
         self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_prob: Tensor | None, shape: VerifyShape
     ) -> Verdict:
-        accept = partial(accept_rejection, draft_prob=draft_prob)
-        return _judge(accept, batch, logits, self.vocab_size, self.state, self.buffers, shape)
+        accept, view = partial(accept_rejection, draft_prob=draft_prob), self.view
+        return _judge(accept, batch, logits, self.vocab_size, view.state, self.buffers, view.asked, shape)
 
 
 def _judge(
     accept: Callable[..., None], batch: Batch, logits: Tensor, vocab_size: int, state: SlotState, buffers: StepBuffers,
-    shape: VerifyShape,
+    asked: Asked, shape: VerifyShape,
 ) -> Verdict:  # fmt: skip
     """The verdict of an acceptance kernel; drafts are where they were held, not an argument."""
     assert isinstance(batch, TiledBatch)
     result = buffers.result[: shape.num_sequences]
     accept(
-        _filtered(state, batch, logits) if shape.filtered else logits, vocab_size,
+        _law(state, asked, batch, logits, buffers.drafts) if shape.filtered else logits, vocab_size,
         output_sequence=batch.output_sequence, output_offset=batch.output_offset, cu_outputs=batch.cu_outputs,
         widths=batch.widths, emits=batch.emits, drafts=buffers.drafts, slots=batch.slots, num_given=batch.num_given,
         context=state.context, temperature=state.temperature, seed=state.seed, result=result,
@@ -117,7 +119,10 @@ def _judge(
     return Verdict(result)
 
 
-def _filtered(state: SlotState, batch: TiledBatch, logits: Tensor) -> Tensor:
-    """logits [O, V] after temperature and filters, fp32; of padding rows anything."""
-    slots = batch.slots[batch.output_sequence.clamp(min=0)]
-    return filter_logits(logits, state.temperature[slots], state.top_k[slots], state.top_p[slots])
+def _law(state: SlotState, asked: Asked, batch: TiledBatch, logits: Tensor, drafts: Tensor) -> Tensor:
+    """logits [O, V] -> see `law_of`; of padding rows anything."""
+    sequence = batch.output_sequence.clamp(min=0)
+    slots = batch.slots[sequence]
+    num_known = state.context[slots] + batch.num_given[sequence]
+    histories = Histories(state.token_ids, asked.max_known, slots, num_known, drafts, sequence, batch.output_offset)
+    return law_of(logits, state, asked, histories)

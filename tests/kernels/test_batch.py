@@ -9,6 +9,8 @@ from slipstream.device import batch as reference
 from slipstream.device.state import PlanOnDevice, SlotState, make_slot_state
 from slipstream.kernels import batch
 from slipstream.kernels.batch import Admissions, Rows
+from slipstream.ops.shape_logits import Shaping
+from slipstream.plan import MAX_EDITS
 
 PAGE_SIZE = 4
 MAX_LEN = 150
@@ -29,11 +31,19 @@ def turns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 def random_state(device: str, seed: int = 0) -> SlotState:
     generator = torch.Generator().manual_seed(seed)
-    state = make_slot_state(NUM_SLOTS, MAX_LEN, PAGE_SIZE, torch.device("cpu"))
-    state.token_ids[:-1].random_(0, 1000, generator=generator)
-    state.context[:-1].random_(0, MAX_LEN // 3, generator=generator)
-    state.page_table[:-1].random_(2, 500, generator=generator)
-    return SlotState(**{name: getattr(state, name).to(device) for name in SlotState.__slots__})
+    state = make_slot_state(NUM_SLOTS, MAX_LEN, PAGE_SIZE, torch.device(device))
+    for tensor, low, high in (
+        (state.token_ids, 0, 1000), (state.context, 0, MAX_LEN // 3), (state.page_table, 2, 500),
+        (state.shaping.edit_ids, 0, 1000), (state.shaping.num_edits, 0, 9),
+    ):  # fmt: skip
+        tensor[:-1] = torch.randint(low, high, tensor[:-1].shape, generator=generator).to(device, tensor.dtype)
+    return state
+
+
+def parts(state: SlotState) -> dict[str, Tensor]:
+    """Every tensor of the state, by name."""
+    own = {name: getattr(state, name) for name in SlotState.__slots__ if name != "shaping"}
+    return own | {name: getattr(state.shaping, name) for name in Shaping.__slots__}
 
 
 def fenced(num: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -211,14 +221,19 @@ def test_draft_inputs(num_sequences: int, num_rows: int, device: str) -> None:
 
 def test_admit_writes_the_new_owner_and_nothing_else(device: str) -> None:
     state = random_state(device)
-    before = {name: getattr(state, name).clone() for name in SlotState.__slots__}
+    before = {name: tensor.clone() for name, tensor in parts(state).items()}
     slots, lengths = [5, -1, 0, 59], [1, 4, MAX_LEN, 70]  # the second is padding
+    edits = torch.tensor([0, 3, 1, 0, MAX_EDITS]).cumsum(0)
     starts = torch.tensor([0, *lengths]).cumsum(0)
     tokens = torch.arange(int(starts[-1]), dtype=torch.int32) + 2000
     new = {
         "slots": torch.tensor(slots), "cu_tokens": starts, "tokens": tokens,
         "temperature": torch.tensor([0.0, 9.0, 0.7, 1.5]), "top_k": torch.tensor([0, 9, 5, 40]),
-        "top_p": torch.tensor([1.0, 0.9, 0.95, 0.5]), "seed": torch.tensor([1, 9, -(2**63), 2**63 - 1]),
+        "top_p": torch.tensor([1.0, 0.9, 0.95, 0.5]), "min_p": torch.tensor([0.0, 0.9, 0.05, 1.0]),
+        "seed": torch.tensor([1, 9, -(2**63), 2**63 - 1]), "repetition": torch.tensor([1.0, 9.0, 1.3, 0.5]),
+        "frequency": torch.tensor([0.0, 9.0, -2.0, 1.5]), "presence": torch.tensor([0.25, 9.0, 0.0, -1.0]),
+        "num_prompt": torch.tensor([1, 9, 77, 70]), "cu_edits": edits, "edit_ids": torch.arange(4 + MAX_EDITS) + 30,
+        "edit_values": torch.arange(4.0 + MAX_EDITS).log(), "edit_until": 2**62 - torch.arange(4 + MAX_EDITS),
     }  # fmt: skip
     batch.admit(
         Admissions(**{name: value.to(device) for name, value in new.items()}),
@@ -230,10 +245,15 @@ def test_admit_writes_the_new_owner_and_nothing_else(device: str) -> None:
         before["token_ids"][slot, : lengths[i]] = tokens[starts[i] : starts[i + 1]].to(device)
         before["context"][slot] = 0
         before["page_table"][slot] = NULL_PAGE
-        for name in ("temperature", "top_k", "top_p", "seed"):
+        for name in (
+            "temperature", "top_k", "top_p", "min_p", "seed", "repetition", "frequency", "presence", "num_prompt"
+        ):  # fmt: skip
             before[name][slot] = new[name][i]
-    for name, value in before.items():
-        assert torch.equal(getattr(state, name), value), name
+        before["num_edits"][slot] = edits[i + 1] - edits[i]
+        for name in ("edit_ids", "edit_values", "edit_until"):
+            before[name][slot, : edits[i + 1] - edits[i]] = new[name][edits[i] : edits[i + 1]].to(device)
+    for name, value in parts(state).items():
+        assert torch.equal(value, before[name]), name
 
 
 def test_write_pages(device: str) -> None:
@@ -255,9 +275,10 @@ def test_write_pages(device: str) -> None:
 
 def test_nobody_is_admitted(device: str) -> None:
     state = random_state(device)
-    before = {name: getattr(state, name).clone() for name in SlotState.__slots__}
+    before = {name: tensor.clone() for name, tensor in parts(state).items()}
     none = {
-        name: torch.zeros(int(name == "cu_tokens"), dtype=torch.int64, device=device) for name in Admissions.__slots__
+        name: torch.zeros(int(name.startswith("cu_")), dtype=torch.int64, device=device)
+        for name in Admissions.__slots__
     }
     batch.admit(Admissions(**none), **{name: getattr(state, name) for name in SlotState.__slots__})
-    assert all(torch.equal(getattr(state, name), value) for name, value in before.items())
+    assert all(torch.equal(value, before[name]) for name, value in parts(state).items())

@@ -97,9 +97,12 @@ def batch_and_rank() -> None:
     floats, flags = torch.zeros(2 * 16 * 2), torch.zeros(512, dtype=torch.bool)
     for n in (1, 2, 15, 16, 33):
         batch.admit(
-            batch.Admissions(longs[:n], longs[: n + 1], longs.int(), floats[:n], longs[:n], floats[:n], longs[:n]),
+            batch.Admissions(
+                longs[:n], longs[: n + 1], longs.int(), floats[:n], longs[:n], floats[:n], floats[:n], longs[:n],
+                floats[:n], floats[:n], floats[:n], longs[:n], longs[: n + 1], longs[:n], floats[:n], longs[:n],
+            ),
             **fields,
-        )
+        )  # fmt: skip
         batch.write_pages(state.page_table, longs[: 3 * n].view(n, 3))
         rows = batch.make_rows(num_sequences=n, num_rows=8 * n, num_outputs=8 * n, num_tiles=n, device="cpu")
         per_sequence = longs[:n], longs[:n], flags[:n], longs[:n]
