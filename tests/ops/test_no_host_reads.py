@@ -9,6 +9,7 @@ from slipstream.ops.noise import CounterSource, gumbel
 from slipstream.ops.rank import rank
 from slipstream.ops.reject import count_accepted_coupled, draft_sample, reject
 from slipstream.ops.sample import coupled_targets, filter_logits, invalid_rows, probabilities
+from slipstream.ops.shape_logits import Histories, Shaping, shape_logits
 
 
 class NoHostReads(TorchDispatchMode):
@@ -30,8 +31,13 @@ def test_a_step_of_every_op_reads_nothing() -> None:
     rows = torch.full((len(logits),), 0.8)
     seeds, heat = torch.arange(size), torch.tensor([0.0, 1.0, 0.7])
     source, widths = CounterSource(), torch.tensor([2, 0, 1])
+    owner, asked = seeds.repeat_interleave(3), Shaping.neutral(4, 5, torch.device("cpu"))
     with NoHostReads():
-        filtered = filter_logits(logits, rows, torch.full((9,), 5), torch.full((9,), 0.9))
+        known = Histories(
+            torch.ones(4, 8, dtype=torch.int32), 6, owner, widths[owner] + 2, seeds[:, None], owner, owner
+        )
+        shaped = shape_logits(logits, asked, known)
+        filtered = filter_logits(shaped, rows, torch.full((9,), 5), torch.full((9,), 0.9), min_p=torch.full((9,), 0.1))
         noise = gumbel(seeds.repeat(3), torch.arange(9), vocab)
         gumbel(seeds, seeds, vocab, torch.tensor([3, 1]))
         targets = coupled_targets(filtered, rows, noise).view(size, -1)

@@ -117,6 +117,29 @@ def test_mixed_rows_take_argmax_or_gumbel_max() -> None:
     assert coupled_targets(logits.double(), torch.tensor([0.0, 1.0, 1.0]), noise).tolist() == [1, 0, 2]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_min_p_by_hand(dtype: torch.dtype) -> None:
+    """Shares of the largest: 1, 1/2, 1/4, 1/8. Greedy rows and rows with 0 keep everything."""
+    logits = torch.tensor([1.0, 1 / 2, 1 / 4, 1 / 8], dtype=dtype).log()
+    cases = [(1.0, 0.3), (1.0, 0.125), (1.0, 0.0), (0.0, 0.9), (2.0, 0.4), (1.0, 1.0)]
+    heat, min_p = (torch.tensor(x) for x in zip(*cases, strict=True))
+    off = torch.zeros(len(cases))
+    kept = filter_logits(logits.expand(len(cases), -1), heat, off.long(), off + 1, min_p=min_p).isfinite()
+    counts = kept.sum(1).tolist()
+    assert counts[:1] + counts[2:] == [2, 4, 4, 3, 1]  # at T = 2 the shares are 1, .71, .5, .35
+    assert counts[1] in (3, 4)  # a tie up to rounding
+
+
+def test_min_p_comes_after_top_k_and_top_p() -> None:
+    """.4, .3, .2, .1: top-p .55 keeps two, and so does min-p .6 of these; of what min-p leaves top-p would keep one."""
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    one, top_p, min_p = torch.ones(1), torch.tensor([0.55]), torch.tensor([0.6])
+    assert filter_logits(logits, one, torch.zeros(1).long(), top_p, min_p=min_p).isfinite().tolist() == [
+        [True, True, False, False]
+    ]
+    assert int(filter_logits(logits, one, torch.ones(1).long(), one, min_p=min_p).isfinite().sum()) == 1
+
+
 def test_filtered_tokens_are_never_emitted() -> None:
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(3)).repeat(4000, 1)
     filtered = _filter(logits, 1.5, 4, 0.9)
