@@ -101,6 +101,38 @@ def test_same_seed_same_text(run: Run, tiny: list[str]) -> None:
     assert off["token_ids"] == static["token_ids"]
 
 
+def test_generate_stops_at_a_text(run: Run, tiny: list[str]) -> None:
+    whole = run("generate", "hello", *tiny, "--max-tokens", 24, "--json").json
+    stop = whole["text"].replace("\N{REPLACEMENT CHARACTER}", "")[3:5]
+    asked = ("generate", "hello", *tiny, "--max-tokens", 24, "--stop", "never in it", "--stop", stop)
+    found = run(*asked, "--json").json
+    assert (found["finish_reason"], found["stop_reason"]) == ("stop", stop)
+    assert found["text"] == whole["text"][: whole["text"].index(stop)]
+    assert found["usage"]["completion_tokens"] == len(found["token_ids"]) < 24
+    assert run(*asked).out == found["text"] + "\n"
+    refuses(run("generate", "hello", *tiny, "--stop", ""), 2, "stop holds ''")
+
+
+def test_generate_and_chat_show_all_answers(run: Run, tiny: list[str], tmp_path: Path) -> None:
+    sampled = ("--temperature", 1.0, "--seed", 11, "--max-tokens", 6)
+    one = run("generate", "hello", *tiny, *sampled, "--json").json
+    three = run("generate", "hello", *tiny, *sampled, "--n", 3, "--json").json
+    assert list(three) == ["answers", "usage"]
+    assert three["answers"][0]["token_ids"] == one["token_ids"] and list(three["answers"][0]) == list(one)
+    assert len({answer["text"] for answer in three["answers"]}) == 3
+    assert three["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"]
+    assert three["usage"]["completion_tokens"] == sum(len(answer["token_ids"]) for answer in three["answers"])
+    shown = run("generate", "hello", *tiny, *sampled, "--n", 3)
+    assert shown.out == "".join(answer["text"] + "\n" for answer in three["answers"])
+    config = tmp_path / "three.json"
+    config.write_text(json.dumps({"n": 3}))
+    talked = run("chat", *tiny, *sampled, "--config", config, stdin="hello\n")
+    assert talked.out == shown.out
+    said = run("chat", *tiny, *sampled, "--config", config, "--json", stdin="hello\n").json["messages"]
+    assert said[-1]["content"] == one["text"]
+    refuses(run("generate", "hello", *tiny, "--n", 0), 2, "n is 0")
+
+
 def test_a_flag_wins_over_the_file(run: Run, tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
     config = tmp_path / "slipstream.toml"
     config.write_text(f'model = "{tiny_folders[0]}"\ndtype = "float32"\nmax_tokens = 3\nignore_eos = true\n')

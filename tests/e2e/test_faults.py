@@ -1,6 +1,7 @@
 """How systems of this kind break, one scenario each, with the number it has in docs/faults.md.
 
-Those about confidence are in test_confidence_age.py, the harness's own (15) in tests/lossless/test_harness.py.
+Those about confidence are in test_confidence_age.py, stop strings (16) in test_endings.py, the harness's own (15) in
+tests/lossless/test_harness.py.
 """
 
 import dataclasses

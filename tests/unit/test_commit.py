@@ -6,6 +6,7 @@ from slipstream.answers import Answers
 from slipstream.commit import commit
 from slipstream.metrics import SpecCounters
 from slipstream.plan import StepPlan
+from slipstream.request import TextStop
 from tests.unit.scheduling import (
     EOS,
     PaperDevice,
@@ -71,6 +72,7 @@ def test_an_answer_ends_at_a_stop_token_in_any_place_of_a_block(place, kind):
     (delta,) = paper.step(full, tokens(*block, first=6))
     assert delta.finish_reason == request.finish_reason == "stop"
     assert list(delta.token_ids) == block[: place + 1]
+    assert request.stop_reason == block[place]
     assert list(delta.accepted) == [j < K for j in range(place + 1)]
     counters = request.counters
     assert (counters.emitted, counters.verified) == (place + 1, K)
@@ -96,6 +98,81 @@ def test_a_stop_token_that_was_rejected_stops_nothing():
     paper = decoding(request)
     (delta,) = paper.step(lambda row, cap: (4, 1), tokens(11, 12, EOS, EOS, EOS, first=6))
     assert (delta.token_ids, delta.finish_reason) == ((11, 12), None)
+
+
+def watching(stop, **params):
+    """A request whose watcher ends it at a token, as a stop string would, and the tokens that it has read."""
+    read = []
+
+    def watcher(token_ids):
+        end = token_ids.index(stop) + 1 if stop in token_ids else None
+        read.extend(token_ids[:end])
+        return None if end is None else TextStop(end, "text")
+
+    request = make_request(0, prompt=5, **params)
+    request.watcher = watcher
+    return request, read
+
+
+@pytest.mark.parametrize("place", range(K + 1))
+def test_a_watcher_ends_an_answer_in_any_place_of_a_block(place):
+    request, read = watching(33)
+    paper = decoding(request)
+    block = [11, 12, 13, 14, 15]
+    block[place] = 33
+    (delta,) = paper.step(full, tokens(*block, first=6))
+    assert delta.finish_reason == request.finish_reason == "stop"
+    assert request.stop_reason == "text"
+    assert list(delta.token_ids) == block[: place + 1]
+    assert request.output_ids == read == [9, *block[: place + 1]]
+    assert (request.counters.emitted, request.counters.accepted) == (place + 1, min(place + 1, K))
+    assert paper.scheduler.ledger.answers.num_watched == 0
+
+
+@pytest.mark.parametrize("text_at", range(K + 1))
+@pytest.mark.parametrize("id_at", range(K + 1))
+def test_of_a_stop_id_and_a_text_the_first_ends_the_answer(id_at, text_at):
+    """On one token the id does."""
+    request, _ = watching(33 if text_at != id_at else EOS)
+    paper = decoding(request)
+    block = [11, 12, 13, 14, 15]
+    block[text_at], block[id_at] = 33, EOS
+    (delta,) = paper.step(full, tokens(*block, first=6))
+    assert (len(delta.token_ids), delta.finish_reason) == (min(id_at, text_at) + 1, "stop")
+    assert request.stop_reason == (EOS if id_at <= text_at else "text")
+
+
+def test_a_text_goes_before_length():
+    request, _ = watching(33, max_tokens=3)
+    (delta,) = decoding(request).step(full, tokens(11, 33, 33, first=6))
+    assert (delta.token_ids, delta.finish_reason, request.stop_reason) == ((11, 33), "stop", "text")
+    request, _ = watching(33, max_tokens=2)
+    (delta,) = decoding(request).step(full, tokens(11, 33, first=6))
+    assert (delta.token_ids, delta.finish_reason, request.stop_reason) == ((11,), "length", None)
+
+
+def test_a_watcher_reads_every_token_of_the_answer_once():
+    """Chunks of the prompt bring none; rejected, late and recomputed tokens are not read; neighbours are not."""
+    request, read = watching(33, max_tokens=40)
+    paper = PaperDevice(make_scheduler(drafts=K, tokens=3, slots=3))
+    paper.add(request, make_request(1, prompt=5))
+    for step in range(14):
+        paper.step(lambda row, cap: (cap, min(cap, 2)), lambda position: 100 + position)
+        if step in (5, 9):
+            paper.scheduler._preempt(request)
+    assert read == request.output_ids and len(read) > 10
+    paper.launch(full)
+    paper.abort(0)
+    paper.collect()
+    assert read == request.output_ids
+
+
+def test_a_request_that_is_not_finite_has_no_stop():
+    request, read = watching(33)
+    paper = decoding(request)
+    paper.launch(full, tokens(33, first=6))
+    (delta,) = paper.collect(invalid=[0])
+    assert (delta.finish_reason, request.stop_reason, read) == ("error", None, [9])
 
 
 def test_ignored_eos_is_a_token_like_others_and_a_stop_token_is_not():

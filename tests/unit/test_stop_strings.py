@@ -202,3 +202,13 @@ def test_seeds_of_siblings():
     assert len(seeds) == 50 * MAX_SIBLINGS
     assert all(0 <= seed < 2**64 for seed in seeds)
     assert (sibling_seed(0, 1), sibling_seed(7, 2)) == (8118103383084794603, 4504606891059362275)
+
+
+@given(answers())
+def test_a_decoder_holds_back_half_a_character_and_nothing_before_it(answer):
+    tokenizer, out = Pieces(answer[0]), ""
+    stream = tokenizer.stream()
+    for count in range(1, len(tokenizer.pieces) + 1):
+        out += stream.push(count - 1)
+        assert out == certain(tokenizer.decode(range(count)))
+    assert out + stream.flush() == tokenizer.decode(range(len(tokenizer.pieces)))
