@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from slipstream.config import SamplingParams, SpeculativeConfig
 from slipstream.decide.cost import CostModel, DraftTimes, LinearCost
@@ -19,8 +20,8 @@ from slipstream.load import Models
 from slipstream.metrics import SpecCounters
 from slipstream.models.layers import DenseAttend
 from slipstream.ops.noise import gumbel
-from slipstream.ops.sample import filter_logits
 from slipstream.testing import assert_nothing_left
+from tests.lossless.shaping import plain_law
 
 GAP = 2e-4  # of the perturbed top 2, below which another order of summation may choose the other token
 PRUNING = ("adaptive", "lag", "lag-budget")
@@ -110,7 +111,7 @@ def judge(
         if a == b:
             continue
         first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-        gap = perturbed_gap(models, [*prompts[index], *a[:first]], params[index])
+        gap = perturbed_gap(models, [*prompts[index], *a[:first]], params[index], len(prompts[index]))
         if gap >= GAP:
             return "different", f"request {index}, token {first}, top-2 gap {gap:.1e}: {a[first:]} or {b[first:]}"
         excused += 1
@@ -120,14 +121,28 @@ def judge(
     return "equal", f"{counts}, {excused} excused near ties"
 
 
-def perturbed_gap(models: Models, token_ids: Sequence[int], params: SamplingParams) -> float:
+def perturbed_gap(
+    models: Models, token_ids: Sequence[int], params: SamplingParams, num_prompt: int | None = None
+) -> float:
     """Difference of the two best candidates for the token after `token_ids`, noise included."""
+    best = scores_after(models, token_ids, params, num_prompt).topk(2).values
+    return float(best[0] - best[1])
+
+
+@torch.inference_mode()
+def scores_after(
+    models: Models, token_ids: Sequence[int], params: SamplingParams, num_prompt: int | None = None
+) -> Tensor:
+    """[V], the largest is plain decoding's next token: by a dense forward and the definitions of the parameters.
+
+    The first num_prompt of token_ids are the prompt; None: all of them.
+    """
     rows, target = torch.tensor(token_ids), models.target
     hidden, _ = target(rows, torch.arange(len(rows)), DenseAttend(target.spec))
-    logits = target.logits(hidden[-1:])[:, : models.vocab_size].float()
-    heat = torch.tensor([params.temperature])
-    scores = filter_logits(logits, heat, torch.tensor([params.top_k]), torch.tensor([params.top_p]))
+    logits = target.logits(hidden[-1:])[0, : models.vocab_size].float()
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else models.eos_token_ids)}
+    count = len(token_ids) if num_prompt is None else num_prompt
+    scores = plain_law(logits, token_ids[:count], token_ids[count:], params, sorted(ends))
     if params.temperature > 0:
         scores = scores + gumbel(torch.tensor([params.seed]), torch.tensor([len(rows)]), scores.shape[1])
-    best = scores.topk(2).values[0]
-    return float(best[0] - best[1])
+    return scores[0]
