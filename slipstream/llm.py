@@ -150,7 +150,7 @@ class LLM:
         return self.engine.recorder
 
     def _stream(self, requests: list[Request]) -> Iterator[Chunk]:
-        texts = {request.uid: TextStream(self._decoder_of(request)) for request in requests}
+        texts = {request.uid: TextStream(self._decoder(request.params)) for request in requests}
         inbox: deque[Delta] = deque()  # filled by any caller's steps: streams may be read in turn
         try:
             for request in requests:
@@ -207,30 +207,27 @@ class LLM:
             params=params,
             seed=sibling_seed(seed, index),
             eos_token_ids=self.models.eos_token_ids,
-            watcher=self._watcher(params),
+            watcher=self._stop_strings(params) if params.stop else None,
             index=index,
             counters=SpecCounters(mode=self.speculative.mode),
         )
 
-    def _watcher(self, params: SamplingParams) -> StopStrings | None:
-        if not params.stop:
-            return None
+    def _stop_strings(self, params: SamplingParams) -> StopStrings:
         include, min_tokens = params.include_stop_str_in_output, params.min_tokens
         return StopStrings(self.tokenizer.stream(), params.stop, include, min_tokens)
 
-    def _decoder_of(self, request: Request) -> IncrementalDecoder:
+    def _decoder(self, params: SamplingParams) -> IncrementalDecoder:
         """Of an answer that is read while it is made."""
-        return request.watcher if isinstance(request.watcher, StopStrings) else self.tokenizer.stream()
+        return self._stop_strings(params) if params.stop else self.tokenizer.stream()
 
-    def _text_of(self, request: Request) -> str:
-        """Of an answer that nobody read while it was made."""
+    def _text(self, request: Request) -> str:
         watcher = request.watcher
-        return watcher.rest() if isinstance(watcher, StopStrings) else self.tokenizer.decode(request.output_ids)
+        return watcher.text() if isinstance(watcher, StopStrings) else self.tokenizer.decode(request.output_ids)
 
     def _completion(self, request: Request) -> Completion:
         assert request.finish_reason is not None
         return Completion(
-            text=self._text_of(request),
+            text=self._text(request),
             token_ids=tuple(request.output_ids),
             accepted=tuple(request.accepted),
             finish_reason=request.finish_reason,

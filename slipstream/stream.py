@@ -1,11 +1,10 @@
 """From deltas to text that can be shown at once: tokens are decoded as they come, half characters are held back.
 
-`StopStrings` is the text of a request that ends at stop strings: `commit` lets it read the tokens, `LLM` takes the text
-from it. Other requests are decoded when somebody reads them. Host code without tensors. Joined over a request, the
-chunks' text equals the text of the whole answer.
+`StopStrings` makes the text of a request that ends at stop strings: `commit` lets one read the tokens, and `LLM` takes
+the text from it; a stream has one of its own. Other requests are decoded when somebody reads them. Host code without
+tensors. Joined over a request, the chunks' text equals the text of the whole answer.
 """
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,13 +12,25 @@ from typing import Protocol
 from slipstream.commit import Delta
 from slipstream.request import FinishReason, TextStop
 
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
 
 class IncrementalDecoder(Protocol):
-    def push(self, token_id: int) -> str:
+    def push(self, token_id: int, /) -> str:
         """Text that became certain with this token; empty while a character is unfinished."""
 
     def flush(self) -> str:
         """What was held back at the end of the answer."""
+
+
+class ForkingDecoder(Protocol):
+    """An incremental decoder that can take several tokens at once, and try them first."""
+
+    @property
+    def is_whole(self) -> bool: ...
+    def push(self, *token_ids: int) -> str: ...
+    def flush(self) -> str: ...
+    def fork(self) -> "ForkingDecoder": ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +77,28 @@ class TextStream:
 
 
 class StopStrings:
-    """The text of one answer, which ends where a stop string is complete. The watcher of its request.
+    """The text of one answer, which ends where a stop string is complete.
 
-    Text is searched when it is certain: a character whose last byte is missing completes nothing. Of stop strings that
-    one character completes, the longest counts. As a decoder it gives the text of the tokens that it has read, once;
-    what may still become a stop string is held back.
+    Called with new tokens it is the watcher of its request, and `text` is the answer. With `push` and `flush` it is a
+    decoder, which holds back what may still become a stop string. Text is searched when it is certain: a character whose
+    last byte is missing completes nothing. Of stop strings that one character completes, the longest counts.
     """
 
     def __init__(
-        self, decoder: IncrementalDecoder, stops: Sequence[str], include: bool = False, min_tokens: int = 0
+        self, decoder: ForkingDecoder, stops: Sequence[str], include: bool = False, min_tokens: int = 0
     ) -> None:
         """include: the text ends with the stop string, not before it. The first min_tokens tokens complete none."""
         self._decoder, self._include = decoder, include
         self._num_exempt = min_tokens  # tokens to come that complete none
         self._searches = [_Search(stop) for stop in stops]
         self._held = ""  # the longest end of the text that a stop string begins with
-        self._texts: deque[str] = deque()  # of tokens that were read and not given out
+        self._parts: list[str] = []  # what stands before it
         self._ended = False
 
     def __call__(self, token_ids: Sequence[int]) -> TextStop | None:
         """Read new tokens, up to one that completes a stop string."""
+        if len(token_ids) > 1 and self._read_at_once(token_ids):
+            return None
         for place, token in enumerate(token_ids):
             stop = self._read(self._decoder.push(token))
             self._num_exempt -= 1
@@ -93,9 +106,10 @@ class StopStrings:
                 return TextStop(place + 1, stop)
         return None
 
-    def push(self, token_id: int) -> str:
-        """The text of the next token that was read; `token_id` is that token."""
-        return self._texts.popleft()
+    def push(self, token_id: int, /) -> str:
+        """Read a token; the text that became certain with it and will not be taken back."""
+        self([token_id])
+        return self._parts[-1]
 
     def flush(self) -> str:
         """What was held back at the end of an answer that no stop string ended."""
@@ -104,11 +118,23 @@ class StopStrings:
         held, self._held = self._held, ""
         return held + self._decoder.flush()
 
-    def rest(self) -> str:
-        """All text that was not given out."""
-        text = "".join(self._texts) + self.flush()
-        self._texts.clear()
-        return text
+    def text(self) -> str:
+        """The whole answer, once it has ended."""
+        self._parts.append(self.flush())
+        return "".join(self._parts)
+
+    def _read_at_once(self, token_ids: Sequence[int]) -> bool:
+        """The same for several tokens, in less time. False: some character or stop string ends among them, or may."""
+        if self._num_exempt > 0:
+            return False
+        decoder = self._decoder.fork()
+        new = decoder.push(*token_ids)
+        text = self._held + new
+        if not decoder.is_whole or _REPLACEMENT in new or any(search.stop in text for search in self._searches):
+            return False
+        self._decoder = decoder
+        self._read(new)
+        return True
 
     def _read(self, new: str) -> str | None:
         text = self._held + new
@@ -116,10 +142,10 @@ class StopStrings:
         if stop is not None:
             self._ended = True
             end += len(self._held)
-            self._texts.append(text[: end if self._include else end - len(stop)])
+            self._parts.append(text[: end if self._include else end - len(stop)])
             return stop
         held = max(search.matched for search in self._searches)
-        self._texts.append(text[: len(text) - held])
+        self._parts.append(text[: len(text) - held])
         self._held = text[len(text) - held :]
         return None
 

@@ -133,9 +133,20 @@ class TextStream:
         self._num_released = 0  # how many of `_ids` are context
         self._num_chars_out = 0  # of the text of the others
 
-    def push(self, token_id: int) -> str:
-        """Add a token; returns the text that became certain, often of exactly this token."""
-        self._ids.append(token_id)
+    @property
+    def is_whole(self) -> bool:
+        """Nothing is held back."""
+        return self._num_released == len(self._ids)
+
+    def fork(self) -> "TextStream":
+        """One that goes on from here by itself."""
+        fork = TextStream(self._tokenizer, self._skip_special)
+        fork._ids, fork._num_released, fork._num_chars_out = self._ids, self._num_released, self._num_chars_out
+        return fork
+
+    def push(self, *token_ids: int) -> str:
+        """Add a token, or several; returns the text that became certain, often of exactly these tokens."""
+        self._ids = [*self._ids, *token_ids]  # a new list: the former may be a fork's
         return self._release(hold_back=True)
 
     def flush(self) -> str:
