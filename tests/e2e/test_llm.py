@@ -370,8 +370,8 @@ def breaks_at(call, count):
 
 PARTS = [
     *[("drafter", "propose", mode) for mode in SPECULATING],
-    *[("policy", name, mode) for name in ("decide", "draft_length", "learn", "timed") for mode in ("static", "lag")],
-    *[("policy", "observe", mode) for mode in PRUNING],
+    *[("policy", name, mode) for name in ("decide", "draft_length", "learn") for mode in ("static", "lag")],
+    *[("policy", name, mode) for name in ("observe", "timed") for mode in PRUNING],
     ("target", "verify", "adaptive"), ("target", "verify", "off"),
 ]  # fmt: skip
 
