@@ -105,15 +105,14 @@ def _penalize(logits: Tensor, asked: Shaping, histories: Histories) -> None:
     x = logits.gather(1, known)
     logits.scatter_(1, known, torch.where(x > 0, x / repetition, x * repetition))
 
-    # Drafts stand in the last columns, and an output's first token is never one of them: drafts begin after it.
+    # Drafts stand in the last columns.
     column = torch.arange(token_ids.shape[1], device=logits.device)
     is_output = is_before & ((column >= num_prompt) | (column >= histories.num_columns))
     logits.scatter_add_(1, token_ids, torch.where(is_output, -frequency, 0))
 
-    first_output = token_ids.gather(1, num_prompt.clamp(max=histories.num_columns - 1))
-    is_begun = is_output.any(1, keepdim=True)
-    output = torch.where(is_output, token_ids, first_output)
-    logits.scatter_(1, output, logits.gather(1, output) - presence * is_begun)
+    begun, some = is_output.to(torch.uint8).max(1, keepdim=True)
+    output = torch.where(is_output, token_ids, token_ids.gather(1, some))
+    logits.scatter_(1, output, logits.gather(1, output) - presence * begun)
 
 
 def _tokens_before(histories: Histories) -> tuple[Tensor, Tensor]:

@@ -9,12 +9,15 @@ A name that is read twice shows: within a step it fails at once; across steps th
 underlying uniform that the first outcome stands for, and the second outcome is conditioned on it. (Names of a correct
 engine are never read again, so nothing is remembered and equal states share one evaluation.)
 
+With `Toy.asked` the requests ask for penalties, biases, bans or filters: rows are made by the engine's ops from the
+sequences' histories, and the target's law by `shaping.plain_law`. States are then told apart by their whole history.
+
 Indices of token strings: all strings of length 1, then all of length 2, ...; within a length, base V.
 """
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -22,9 +25,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.config import SamplingParams
 from slipstream.ops.noise import Purpose, RandomSource
 from slipstream.ops.reject import draft_sample, reject
 from slipstream.ops.sample import filter_logits, probabilities
+from slipstream.ops.shape_logits import Histories, shape_logits
+from tests.lossless.shaping import asked_by, plain_law
 
 S = 2
 HORIZON = 2 * (S + 1)
@@ -44,6 +50,8 @@ class Toy:
     temperature: tuple[float, float] = (1.0, 1.0)  # of the two sequences
     token_ids: Tensor | None = None  # [Vd] target ids of the drafter's columns, when they are fewer
     sample_drafts: bool = True
+    asked: tuple[SamplingParams, SamplingParams] | None = None  # of the two sequences; temperature: as above
+    ends: tuple[int, ...] = ()  # what min_tokens bans; here it ends nothing
 
     @property
     def vocab_size(self) -> int:
@@ -62,6 +70,38 @@ class Toy:
         logits = filter_logits(self.target.log().repeat(2, 1), heat, off, off + 1, any_top_k=False, any_top_p=False)
         return probabilities(logits, heat).view(2, self.vocab_size, self.vocab_size)
 
+    def rows(self, sequences: tuple["Sequence", "Sequence"], context: Tensor) -> Tensor:
+        """[R, n, V] laws of the rows after each of context [R, n], the anchor and drafts, by the engine's own ops."""
+        odd = torch.arange(len(context)) % 2
+        if self.asked is None:
+            return self.target_law()[odd[:, None], context]
+        blocks = itertools.product(range(self.vocab_size), repeat=context.shape[1] - 1)
+        every = torch.tensor([[s.last, *block] for block in blocks for s in sequences])
+        laws = self._rows_of(sequences, every)  # of each block once: it stands in many worlds
+        return laws[2 * _number(context[:, 1:].flip(1), self.vocab_size) + odd]
+
+    def _rows_of(self, sequences: tuple["Sequence", "Sequence"], context: Tensor) -> Tensor:
+        """As `rows`, for the two sequences in turn."""
+        assert self.asked is not None
+        odd = torch.arange(len(context)) % 2
+        known = [s.known or (s.last,) for s in sequences]
+        longest = max(map(len, known))
+        token_ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in known])
+        shaping = asked_by(self.asked, [1, 1], [self.ends] * 2, F64)
+        num_known, row = torch.tensor([len(ids) for ids in known])[odd], torch.arange(len(context))
+        top_k, heat, top_p, min_p = (
+            torch.tensor([getattr(p, name) for p in self.asked])[odd]
+            for name in ("top_k", "temperature", "top_p", "min_p")
+        )
+        flags = {"any_top_k": any(p.top_k for p in self.asked), "any_top_p": any(p.top_p < 1 for p in self.asked)}
+        laws = []
+        for offset in range(context.shape[1]):
+            drafts_before = torch.full_like(row, offset)
+            histories = Histories(token_ids, longest, odd, num_known, context[:, 1:], row, drafts_before)
+            shaped = shape_logits(self.target[context[:, offset]].log(), shaping, histories)
+            laws.append(probabilities(filter_logits(shaped, heat, top_k, top_p, min_p=min_p, **flags), heat))
+        return torch.stack(laws, dim=1)
+
     def signal(self, name: str, before: Tensor, drafts: Tensor) -> Tensor:
         """[R, S] raw confidence. `head` and `peak` see the token before each draft [R, S], `drawn` the draft too."""
         if name == "head":
@@ -79,6 +119,7 @@ class Sequence:
     last: int
     stored: Signals = None
     memory: tuple[tuple[Purpose, int, int, float, float], ...] = ()  # purpose, position, offset; interval of u
+    known: tuple[int, ...] = ()  # with `Toy.asked`: a prompt of one token, and the output
 
 
 @dataclass(frozen=True)
@@ -197,7 +238,7 @@ def simulate(toy: Toy, variant: Variant, sequences: tuple[Sequence, Sequence]) -
     kept = torch.stack(probs, dim=1) if probs else torch.zeros(size, 0, toy.vocab_size, dtype=F64)
     signal = toy.signal(variant.signal, context[:, :-1], drafts) if num_drafts else torch.zeros(size, 0, dtype=F64)
     widths = _decide(variant, sequences, signal, drafts, toy.vocab_size)
-    target = toy.target_law()[torch.arange(2).repeat(size // 2)[:, None], context]
+    target = toy.rows(sequences, context)
     accepted, following = variant.reject(drafts, kept, target, widths, seed, anchor, draws)
     weight = source.joint()
     emitted = _string_index(torch.cat([drafts, following[:, None]], dim=1), accepted, following, toy.vocab_size)
@@ -255,18 +296,18 @@ def emitted_law(toy: Toy, variant: Variant, start: tuple[Sequence, Sequence], ta
     first = simulate(toy, variant, start)
     _count(tally, first)
     appended = _append_table(vocab)
-    for (one, two), states, weight in _branches(toy, variant, first):
+    for (one, two), states, weight in _branches(toy, variant, first, start):
         if states not in known:
             second = simulate(toy, variant, states)
             _count(tally, second)
             known[states] = _as_matrix(second, len(appended))
         law[appended[one][:, None], appended[two][None, :]] += weight * known[states]
-    one, two = (continuation(toy, sequence) for sequence in range(2))
+    one, two = (continuation(toy, index, sequence) for index, sequence in enumerate(start))
     return one.T @ law @ two
 
 
 def _branches(
-    toy: Toy, variant: Variant, worlds: Worlds
+    toy: Toy, variant: Variant, worlds: Worlds, start: tuple[Sequence, Sequence]
 ) -> Iterator[tuple[tuple[int, int], tuple[Sequence, Sequence], float]]:
     """Outcomes of a step: the two emitted strings, the states they lead to, and the probability."""
     label = worlds.emitted
@@ -276,8 +317,19 @@ def _branches(
     weight = torch.zeros(len(labels), dtype=F64).index_add_(0, index, worlds.weight)
     example = torch.zeros(len(labels), dtype=torch.int64).scatter_(0, index, torch.arange(len(index)))
     for world, share in zip(example.tolist(), weight.tolist(), strict=True):
-        one, two = (_next_state(variant, worlds, world, sequence) for sequence in range(2))
+        one, two = (
+            replace(_next_state(variant, worlds, world, sequence), known=_known(toy, worlds, world, sequence, before))
+            for sequence, before in enumerate(start)
+        )
         yield tuple(worlds.emitted[world].tolist()), (one, two), share
+
+
+def _known(toy: Toy, worlds: Worlds, world: int, sequence: int, before: Sequence) -> tuple[int, ...]:
+    """History of a sequence that the step left; nothing where no law depends on it."""
+    if toy.asked is None:
+        return ()
+    accepted = worlds.drafts[world, sequence, : int(worlds.accepted[world, sequence])].tolist()
+    return (*(before.known or (before.last,)), *accepted, int(worlds.following[world, sequence]))
 
 
 def _next_state(variant: Variant, worlds: Worlds, world: int, sequence: int) -> Sequence:
@@ -305,22 +357,40 @@ def _append_table(vocab: int) -> Tensor:
     return torch.tensor([[index[a + b] for b in strings] for a in strings])
 
 
-def continuation(toy: Toy, sequence: int) -> Tensor:
+def _steps(toy: Toy, index: int, start: Sequence) -> Tensor:
+    """[V^6, 6] probability under the target of each token of each string of six, after those before it."""
+    strings = list(itertools.product(range(toy.vocab_size), repeat=HORIZON))
+    full = torch.tensor(strings)
+    if toy.asked is None:
+        before = torch.cat([torch.full((len(full), 1), start.last), full[:, :-1]], dim=1)
+        return toy.target_law()[index][before, full]
+    assert len(start.known) <= 1, start
+    params, known = toy.asked[index], {}
+
+    def prob(before: tuple[int, ...], token: int) -> float:
+        if before not in known:
+            logits = toy.target[before[-1] if before else start.last].log()
+            scores = plain_law(logits, [start.last], before, params, toy.ends)
+            known[before] = probabilities(scores, torch.tensor([params.temperature]))[0].tolist()
+        return known[before][token]
+
+    return torch.tensor([[prob(s[:n], s[n]) for n in range(HORIZON)] for s in strings], dtype=F64)
+
+
+def continuation(toy: Toy, index: int, start: Sequence) -> Tensor:
     """[strings, V^6] probability that a string grows into each string of six tokens, under the target."""
-    vocab, law = toy.vocab_size, toy.target_law()[sequence]
-    full = torch.tensor(list(itertools.product(range(vocab), repeat=HORIZON)))  # [V^6, 6]
-    steps = torch.cat([torch.ones(len(full), 1, dtype=F64), law[full[:, :-1], full[:, 1:]]], dim=1)
+    vocab, steps = toy.vocab_size, _steps(toy, index, start)
     blocks = []
     for n in range(1, HORIZON + 1):
         rest = steps[:, n:].prod(1)
-        prefix = torch.arange(len(full)) // vocab ** (HORIZON - n)
-        blocks.append(torch.zeros(vocab**n, len(full), dtype=F64).index_put_((prefix, torch.arange(len(full))), rest))
+        prefix = torch.arange(len(steps)) // vocab ** (HORIZON - n)
+        blocks.append(torch.zeros(vocab**n, len(steps), dtype=F64).index_put_((prefix, torch.arange(len(steps))), rest))
     return torch.cat(blocks)
 
 
 def target_joint(toy: Toy, start: tuple[Sequence, Sequence]) -> Tensor:
     """[V^6, V^6] what plain sampling of two independent sequences emits."""
-    one, two = (toy.target_law()[i, start[i].last] @ continuation(toy, i)[: toy.vocab_size] for i in range(2))
+    one, two = (_steps(toy, index, sequence).prod(1) for index, sequence in enumerate(start))
     return torch.outer(one, two)
 
 

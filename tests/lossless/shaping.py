@@ -38,7 +38,8 @@ def plain_law(
     top_k, heat, top_p, min_p = (
         torch.tensor([x]) for x in (params.top_k, params.temperature, params.top_p, params.min_p)
     )
-    return filter_logits(shaped, heat, top_k, top_p, min_p=min_p)
+    flags = {"any_top_k": params.top_k > 0, "any_top_p": params.top_p < 1}
+    return filter_logits(shaped, heat, top_k, top_p, min_p=min_p, **flags)
 
 
 def asked_by(

@@ -83,6 +83,11 @@ def test_before_the_first_output_only_the_prompt_counts() -> None:
     assert shape_one(LOGITS, PROMPT, [], **fields) == [[2.0, 1.0, -4.0, 0.5, -1.0]]  # type: ignore[arg-type]
 
 
+def test_drafts_may_be_all_of_the_output() -> None:
+    rows = shape_one(LOGITS, PROMPT, [], (4, 0), presence_penalty=1.0)
+    assert rows == [[2.0, 2.0, -2.0, 0.5, -1.0], [2.0, 2.0, -2.0, 0.5, -2.0], [1.0, 2.0, -2.0, 0.5, -2.0]]
+
+
 def _random_params(pick: random.Random, vocab: int) -> SamplingParams:
     def some(value: float, off: float) -> float:
         return value if pick.random() < 0.6 else off
@@ -108,7 +113,7 @@ def test_random_rows_by_the_definition(seed: int, at_once: int, monkeypatch: pyt
     params = [SamplingParams() if i == 3 else _random_params(pick, vocab) for i in range(count)]
     ends = [ids(0, 2)[:1] if p.min_tokens else [] for p in params]
     drafts = [ids(most, most) for _ in range(count)]
-    rows = [(i, j) for i in range(count) for j in range(pick.randint(0, most if outputs[i] else 0) + 1)]
+    rows = [(i, j) for i in range(count) for j in range(pick.randint(0, most) + 1)]
     asked = asked_by(params, [len(p) for p in prompts], ends, torch.float64)
     histories = rows_of([[*p, *o] for p, o in zip(prompts, outputs, strict=True)], drafts, rows)
     logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
