@@ -5,7 +5,8 @@ survival comes from or how old it is; `policy` prepares a `Problem`, and `record
 Survivals must be clean (within [0, 1], not rising along a row): `survival` sees to that.
 
 Every rule maximises (B + A) / (draft + cost): tokens per millisecond, B sequences that emit one token anyway, A the sum
-of the survivals of the drafts that are verified. Letters in shapes: B sequences of the step, S draft positions.
+of the survivals of the drafts that are verified. To B and draft `policy` adds the tokens and times of the last steps, so
+that all of them together are fast (`going_rate`). Letters in shapes: B sequences of the step, S draft positions.
 """
 
 from dataclasses import dataclass
@@ -47,9 +48,10 @@ class Problem:
     caps_np: AnyInts  # [B] most drafts per sequence; 0 in prefill
     kv_np: Ints  # [B] context length that a row of the sequence attends to
     given_np: AnyInts  # [B] rows that are certain
-    num_emitting: int  # sequences that emit a token in this step
+    # Tokens that come anyway: one of each sequence that emits in this step, and those of steps that the rate is taken with.
+    num_emitting: float
     cost: StepCost
-    draft_ms: float
+    draft_ms: float  # time that passes anyway: of the draft, and of those steps
     min_gain: float = 0.0  # greedy only
 
 
@@ -85,7 +87,7 @@ def best_rate_by_length(
     candidates: "Candidates",  # of the longest length
     kv_np: Ints,
     given_np: AnyInts,
-    num_emitting: int,
+    num_emitting: float,
     cost: StepCost,
     draft_ms_by_length: dict[int, float],
 ) -> dict[int, float]:
@@ -103,7 +105,7 @@ def best_rate_by_length(
 
 
 def _best_of_few(
-    flat: Ints, gains: Pairs, ms_of_count: Floats, num_emitting: int, draft_ms: dict[int, float]
+    flat: Ints, gains: Pairs, ms_of_count: Floats, num_emitting: float, draft_ms: dict[int, float]
 ) -> list[float]:
     """The best rate with candidates below each limit, by a loop over them."""
     candidates, ms_of = list(zip(flat.tolist(), gains.tolist(), strict=True)), ms_of_count.tolist()
@@ -119,7 +121,7 @@ def _best_of_few(
 
 
 def _best_side_by_side(
-    flat: Ints, gains: Pairs, ms_of_count: Floats, num_emitting: int, draft_ms: dict[int, float]
+    flat: Ints, gains: Pairs, ms_of_count: Floats, num_emitting: float, draft_ms: dict[int, float]
 ) -> list[float]:
     """The same, all limits at once, what they cut off being 0: fewest calls."""
     within = flat < np.array(list(draft_ms))[:, None]  # [limits, N]
@@ -131,7 +133,7 @@ def _best_side_by_side(
 
 
 def _best_in_turn(
-    flat: Ints, gains: Pairs, ms_of_count: Floats, num_emitting: int, draft_ms: dict[int, float]
+    flat: Ints, gains: Pairs, ms_of_count: Floats, num_emitting: float, draft_ms: dict[int, float]
 ) -> list[float]:
     """The same, the highest limit first, what it cuts off being left out of lower ones: fewest sums."""
     best = dict.fromkeys(draft_ms, 0.0)

@@ -1,10 +1,11 @@
 """Policies: how a step's draft length and verify widths are chosen. One object per engine, made by `make_policy`.
 
 The engine calls, per step and in this order, `draft_length`, `times`, `observe` (once the step's confidence is on the
-host), `decide`, `learn` (once its result is) and perhaps `timed`; `waits_for` tells it whether `decide` needs this step's confidence, the last
-step's, or none. What need not happen in every step does not: lessons, the draft length and the correction of the cost
-model wait a few steps each. Nothing here knows a clock or a device, and the engine never asks which mode a policy is.
-Text does not depend on any of it. Letters in shapes: B sequences, D of them decode, S positions, d the draft length.
+host), `decide`, `learn` (once its result is) and perhaps `timed`; `waits_for` tells it whether `decide` needs this step's
+confidence, the last step's, or none. What need not happen in every step does not: lessons, the draft length and the
+correction of the cost model wait a few steps each. Nothing here knows a clock or a device, and the engine never asks which
+mode a policy is. Text does not depend on any of it. Letters in shapes: B sequences, D of them decode, S positions, d the
+draft length.
 """
 
 import logging
@@ -21,6 +22,7 @@ from slipstream.decide import controller, record
 from slipstream.decide.confidence import Confidence, ConfidenceStore
 from slipstream.decide.controller import AnyInts, Candidates, Problem
 from slipstream.decide.cost import CostModel, TableCost
+from slipstream.decide.going_rate import GoingRate
 from slipstream.decide.lessons import Lessons, Sighting
 from slipstream.decide.pace import DraftLengths, Timing
 from slipstream.decide.record import DecisionRecord
@@ -136,6 +138,7 @@ class Adaptive:
         self._min_gain = min_gain
         self._on_record = on_record
         self._lengths = DraftLengths(num_drafts)
+        self._going_rate = GoingRate()
         self._expected: _Expected | None = None  # memo of `_expect`, until more is known
         self._lessons = Lessons()
         self._timing = Timing()
@@ -167,13 +170,14 @@ class Adaptive:
     def _best_length(self, plan: StepPlan, cost: CostModel) -> int:
         """The size with the best expected rate, each at its own best budget, as far as the last step lets one see."""
         expected = self._expect(plan)
+        past_tokens, past_ms = self._going_rate.past(plan.num_decode)
         rates = controller.best_rate_by_length(
             expected.rank(np.minimum(plan.caps_np, np.int32(self.num_drafts))),
             expected.kv_np,
             expected.given_np,
-            expected.num_emitting,
+            expected.num_emitting + past_tokens,
             cost.step,
-            {size: cost.draft_ms(size, plan.num_decode) for size in self._lengths.sizes},
+            {size: past_ms + cost.draft_ms(size, plan.num_decode) for size in self._lengths.sizes},
         )
         return max(rates, key=rates.__getitem__)  # of equals the shortest
 
@@ -181,11 +185,16 @@ class Adaptive:
         caps = _caps(plan)
         if self.cost is None:
             return _in_full(caps, NO_COST_MODEL)
-        if not np.count_nonzero(caps):
-            return _in_full(caps)
+        decision = self._decided(plan, caps, self.cost) if np.count_nonzero(caps) else _in_full(caps)
+        if plan.num_decode and self._going_rate.counts(plan.step):
+            self._going_rate.price(plan, _expected_ms(plan, decision, self.cost))
+        return decision
+
+    def _decided(self, plan: StepPlan, caps: Int32s, cost: CostModel) -> Decision:
         fresh = self._waits_for == "fresh"
         expected = self._see(plan) if fresh else self._expect(plan)
-        step_cost = self.cost.step
+        step_cost = cost.step
+        past_tokens, past_ms = self._going_rate.past(plan.num_decode)
         causal = self._causal and fresh and plan.any_sampled
         rule = controller.rule_for(step_cost, budget=self._budget, causal=causal)
         decided = record.decide(
@@ -197,9 +206,9 @@ class Adaptive:
                 caps_np=caps,
                 kv_np=expected.kv_np,
                 given_np=expected.given_np,
-                num_emitting=expected.num_emitting,
+                num_emitting=expected.num_emitting + past_tokens,
                 cost=step_cost,
-                draft_ms=self.cost.draft_ms(plan.draft_length, plan.num_decode),
+                draft_ms=past_ms + cost.draft_ms(plan.draft_length, plan.num_decode),
                 min_gain=self._min_gain,
             ),
             None if rule == "greedy" else expected.ranked_within(caps, plan.draft_length),
@@ -261,8 +270,10 @@ class Adaptive:
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
         """Teaches every few steps, see `lessons`; early ones at once."""
-        if plan.num_decode and plan.draft_length:
-            self._lessons.hear(result)
+        if plan.num_decode:
+            self._going_rate.count(plan, result)
+            if plan.draft_length:
+                self._lessons.hear(result)
         self._lessons.teach_when_due(self.survival)
 
     def times(self, plan: StepPlan) -> bool:
@@ -347,6 +358,16 @@ def _caps(plan: StepPlan) -> Int32s:
     if plan.num_decode < plan.num_sequences:
         caps[plan.num_decode :] = 0
     return caps
+
+
+def _expected_ms(plan: StepPlan, decision: Decision, cost: CostModel) -> float:
+    """Of the step without the prompts in it; the drafts are priced at the mean context."""
+    num_decode, step = plan.num_decode, cost.step
+    ms = cost.draft_ms(plan.draft_length, num_decode) + step.ms_of_rows(num_decode + decision.num_draft_rows)
+    if step.c2 or step.c3:
+        kv = float(np.add.reduce(plan.context_upper_bound_np[:num_decode], dtype=np.int64))
+        ms += step.kv_ms(kv * (1 + decision.num_draft_rows / num_decode), kv)
+    return ms
 
 
 def _classes(plan: StepPlan) -> Classes:

@@ -74,7 +74,7 @@ def _problem_from(fields: dict[str, Any]) -> Problem:
         caps_np=caps,
         kv_np=np.asarray(fields["kv"], dtype=np.int64),
         given_np=np.asarray(fields["given"], dtype=np.int64),
-        num_emitting=int(fields["num_emitting"]),
+        num_emitting=fields["num_emitting"] + 0,
         cost=step_cost_from_dict(fields["cost"], "cost"),
         draft_ms=float(fields["draft_ms"]),
         min_gain=float(fields["min_gain"]),

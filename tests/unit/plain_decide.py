@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from slipstream.decide import lessons, pace
+from slipstream.decide import going_rate, lessons, pace
 from slipstream.decide import survival as constants
 from slipstream.decide.controller import MIN_MS
 
@@ -221,6 +221,7 @@ class Amortised:
         self.lengths = []  # (length, why, drafts allowed)
         self.decoded = []  # sequences that decode, by step
         self.num_timed, self.latest = 0, 0
+        self.priced, self.brought = {}, []  # ms by step; (sequences, tokens, ms) of the steps whose result is known
 
     # what is known
 
@@ -239,6 +240,20 @@ class Amortised:
             survival[i, : lengths[i]] = values if known else ()
         return survival, lengths
 
+    # the rate to beat
+
+    def decided(self, plan, decision):
+        kv, widths = plan.context_upper_bound_np.sum(), decision.num_draft_rows
+        kv_ms = self.cost.step.kv_ms(kv * (1 + widths / plan.num_decode), kv)
+        draft_ms = self.cost.draft_ms(plan.draft_length, plan.num_decode)
+        self.priced[plan.step] = draft_ms + self.cost.step.ms_of_rows(plan.num_decode + widths) + kv_ms
+
+    def past(self, plan):
+        """(tokens, ms) of all steps, the newest in full, each as if as many sequences had decoded as in `plan`."""
+        kept = [going_rate.GoingRate.KEPT**age for age in range(len(self.brought))][::-1]
+        tokens = sum(k * n * plan.num_decode / d for k, (d, n, _) in zip(kept, self.brought, strict=True))
+        return tokens, sum(k * ms for k, (_, _, ms) in zip(kept, self.brought, strict=True))
+
     # when it learns
 
     def observe(self, plan, report):
@@ -249,6 +264,9 @@ class Amortised:
             self.reports[plan.step] = sighting
 
     def learn(self, plan, result):
+        if plan.teaches_np.any() and math.modf(plan.step * pace.TURN)[0] < going_rate.COUNTED:
+            tokens = plan.num_decode * (1 + result.num_accepted_np[plan.teaches_np].mean())
+            self.brought.append((plan.num_decode, tokens, self.priced[plan.step]))
         if plan.step in self.reports:
             self.outcomes.append((self.reports.pop(plan.step), result))
         if not self.outcomes:
@@ -314,8 +332,9 @@ class Amortised:
     def _best(self, plan):
         draft_ms = {n: self.cost.draft_ms(n, plan.num_decode) for n in pace.draft_lengths(self.size)}
         kv, given, caps = (v.astype(int) for v in (plan.context_upper_bound_np, plan.num_given_np, plan.caps_np))
-        emitting = int(plan.emits_np.sum())
-        rates = best_rate_by_length(self.expected(plan), caps, kv, given, emitting, self.cost.step, draft_ms)
+        tokens, ms = self.past(plan)
+        tokens, draft_ms = tokens + int(plan.emits_np.sum()), {n: ms + draft for n, draft in draft_ms.items()}
+        rates = best_rate_by_length(self.expected(plan), caps, kv, given, tokens, self.cost.step, draft_ms)
         return min(rates, key=lambda length: (-rates[length], length))
 
     # when it times

@@ -279,6 +279,7 @@ def test_what_waits_a_few_steps_waits_as_the_plain_rule_says(mode, cost):
                 each.observe(plan, report)
         known = len(records)
         decision = policy.decide(plan)
+        slow.decided(plan, decision)
         if lag and len(records) > known:
             survival = records[-1].problem.survival_np  # of all drafts where a length was chosen
             assert survival.shape[1] in (length, 7)
