@@ -222,7 +222,7 @@ class LLM:
 
     def _text(self, request: Request) -> str:
         watcher = request.watcher
-        return watcher.text() if isinstance(watcher, StopStrings) else self.tokenizer.decode(request.output_ids)
+        return watcher.text() if isinstance(watcher, StopStrings) else self.tokenizer.answer(request.output_ids)
 
     def _completion(self, request: Request) -> Completion:
         assert request.finish_reason is not None

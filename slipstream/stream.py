@@ -12,8 +12,6 @@ from typing import Protocol
 from slipstream.commit import Delta
 from slipstream.request import FinishReason, TextStop
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
 
 class IncrementalDecoder(Protocol):
     def push(self, token_id: int, /) -> str:
@@ -24,8 +22,10 @@ class IncrementalDecoder(Protocol):
 
 
 class ForkingDecoder(Protocol):
-    """An incremental decoder that can take several tokens at once, and try them first."""
+    """An incremental decoder that can take several tokens at once (if it reads ahead), and try them first."""
 
+    @property
+    def reads_ahead(self) -> bool: ...
     @property
     def is_whole(self) -> bool: ...
     def push(self, *token_ids: int) -> str: ...
@@ -89,6 +89,7 @@ class StopStrings:
     ) -> None:
         """include: the text ends with the stop string, not before it. The first min_tokens tokens complete none."""
         self._decoder, self._include = decoder, include
+        self._reads_ahead = decoder.reads_ahead
         self._num_exempt = min_tokens  # tokens to come that complete none
         self._searches = [_Search(stop) for stop in stops]
         self._held = ""  # the longest end of the text that a stop string begins with
@@ -97,7 +98,7 @@ class StopStrings:
 
     def __call__(self, token_ids: Sequence[int]) -> TextStop | None:
         """Read new tokens, up to one that completes a stop string."""
-        if len(token_ids) > 1 and self._read_at_once(token_ids):
+        if len(token_ids) > 1 and self._reads_ahead and self._num_exempt <= 0 and self._read_at_once(token_ids):
             return None
         for place, token in enumerate(token_ids):
             stop = self._read(self._decoder.push(token))
@@ -124,13 +125,11 @@ class StopStrings:
         return "".join(self._parts)
 
     def _read_at_once(self, token_ids: Sequence[int]) -> bool:
-        """The same for several tokens, in less time. False: some character or stop string ends among them, or may."""
-        if self._num_exempt > 0:
-            return False
+        """The same for several tokens, in less time. False: one of them may end the answer, and none was read."""
         decoder = self._decoder.fork()
         new = decoder.push(*token_ids)
         text = self._held + new
-        if not decoder.is_whole or _REPLACEMENT in new or any(search.stop in text for search in self._searches):
+        if not decoder.is_whole or any(search.stop in text for search in self._searches):
             return False
         self._decoder = decoder
         self._read(new)

@@ -88,6 +88,19 @@ class Tokenizer:
         """The text of token ids; ids that are no token of the vocabulary give no text."""
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special))
 
+    @property
+    def has_byte_fallback(self) -> bool:
+        """Tokens for single bytes (as SentencePiece has them): one that fits nowhere spoils the text of those before it."""
+        return self.backend.token_to_id("<0x00>") is not None
+
+    def answer(self, ids: Sequence[int]) -> str:
+        """The text of token ids as a stream gives it: what was whole stays, whatever bytes come after it."""
+        text = self.decode(ids)
+        if _REPLACEMENT not in text or not self.has_byte_fallback:
+            return text
+        stream = self.stream()
+        return "".join([*map(stream.push, ids), stream.flush()])
+
     def token(self, token_id: int) -> str | None:
         """The token's own spelling (byte-level alphabet), None for an id that has none."""
         spelling: str | None = self.backend.id_to_token(token_id)
@@ -121,7 +134,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """The text of one growing sequence of tokens: what is pushed and flushed adds up to `decode` of all of them.
+    """The text of one growing sequence of tokens: what is pushed and flushed adds up to `Tokenizer.answer` of them.
 
     A token may end within a character; that character is held back until it is whole, what stands before it is not.
     Decoding looks back to the last whole token only, so a push costs the same however long the text is.
@@ -132,6 +145,11 @@ class TextStream:
         self._ids: list[int] = []  # context whose text is out, then tokens whose text is not, or not all of it
         self._num_released = 0  # how many of `_ids` are context
         self._num_chars_out = 0  # of the text of the others
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Tokens may be pushed together: what comes of them is what comes of each."""
+        return not self._tokenizer.has_byte_fallback
 
     @property
     def is_whole(self) -> bool:

@@ -18,6 +18,8 @@ class Ending:
 class Pieces:
     """A tokenizer whose token n is the n-th piece of a byte string: pieces may end anywhere in a character."""
 
+    has_byte_fallback = False
+
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self.pieces = pieces
 

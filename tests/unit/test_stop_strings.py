@@ -4,12 +4,16 @@ import random
 from itertools import pairwise
 
 import pytest
+import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import decoders
+from tokenizers.models import WordLevel
 
 from slipstream.commit import Delta
 from slipstream.config import MAX_SIBLINGS, MAX_STOPS, SamplingParams
 from slipstream.errors import RequestError
+from slipstream.models.tokenizer import Tokenizer
 from slipstream.request import TextStop, sibling_seed
 from slipstream.stream import Piece, StopStrings, TextStream, cut
 from tests.unit.scheduling import make_request
@@ -211,3 +215,38 @@ def test_a_decoder_holds_back_half_a_character_and_nothing_before_it(answer):
         out += stream.push(count - 1)
         assert out == certain(tokenizer.decode(range(count)))
     assert out + stream.flush() == tokenizer.decode(range(len(tokenizer.pieces)))
+
+
+def byte_fallback() -> Tokenizer:
+    """As SentencePiece has it: a token for every byte, and a few for characters. A run of bytes is text or it is not."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581a": 256, "b": 257, "\u2581": 258, "é": 259}
+    backend = tokenizers.Tokenizer(WordLevel(vocabulary, unk_token="b"))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    return Tokenizer(source="bytes", backend=backend, vocab_size=260, special_ids=frozenset())
+
+
+BYTE_FALLBACK = byte_fallback()
+CHARACTERS = st.lists(
+    st.one_of(st.integers(256, 259).map(lambda n: [n]), st.sampled_from("é漢🙂\n").map(lambda c: list(c.encode())))
+)
+
+
+@given(
+    CHARACTERS,
+    st.integers(0, 3),
+    st.sampled_from(["é", "a", "b漢", "\n", " a", "🙂\n"]),
+    st.randoms(use_true_random=False),
+)
+def test_bytes_that_fit_nowhere_do_not_make_the_steps_show(characters, missing, stop, rng):
+    """An answer may end, or go wrong, within a character: whole text before that stays what it was."""
+    ids = [token for character in characters for token in character]
+    ids = [*ids[: max(0, len(ids) - missing)], *([] if rng.random() < 0.5 else [0xE6, 257, 256])]
+    steps = iter(lambda: rng.randint(1, 6), None)
+    found, _ = read(BYTE_FALLBACK, ids, [stop], steps)
+    if not ids:
+        return
+    assert found == read(BYTE_FALLBACK, ids, [stop], ones())[0]
+    unstopped, _ = read(BYTE_FALLBACK, ids, ["never"], steps)
+    assert unstopped.text == BYTE_FALLBACK.answer(ids)
+    assert found.text == unstopped.text or (found.stop == stop and unstopped.text.startswith(found.text + stop))
