@@ -5,12 +5,14 @@ Random rows are in tests/ops/test_shape_logits.py, identity over all modes and p
 
 import dataclasses
 import itertools
+import json
 
 import pytest
 import torch
 
 from slipstream.config import MAX_BIASES, SamplingParams
 from slipstream.errors import RequestError
+from slipstream.options import gather
 from slipstream.scheduler import MAX_BANS
 from slipstream.testing import assert_nothing_left
 from slipstream.verify import accept
@@ -332,3 +334,17 @@ def test_more_ends_than_a_slot_has_room_for_are_refused():
     with pytest.raises(RequestError, match=f"min_tokens keeps at most {MAX_BANS}"):
         llm.generate([[3]], SamplingParams(min_tokens=1, stop_token_ids=(*ends, MAX_BANS + 1)))
     assert_nothing_left(llm.engine)
+
+
+def test_a_config_file_may_name_them_all(tmp_path):
+    """JSON has texts for keys; `generate --config` reads them."""
+    fields = {
+        "min_p": 0.1, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": -0.5, "min_tokens": 2,
+        "logit_bias": {"5": 3},
+    }  # fmt: skip
+    path = tmp_path / "options.json"
+    path.write_text(json.dumps(fields))
+    assert gather({}, path).sampling_params() == SamplingParams(**{**fields, "logit_bias": {5: 3.0}})
+    path = tmp_path / "options.toml"
+    path.write_text("repetition_penalty = 1.2\n[logit_bias]\n5 = 3\n")
+    assert gather({}, path).sampling_params() == SamplingParams(repetition_penalty=1.2, logit_bias={5: 3.0})

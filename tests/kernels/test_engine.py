@@ -55,6 +55,37 @@ def test_filters_are_computed_beside_the_graphs(device: str) -> None:
     check(device, "static", params_for(1.0, top_p=0.8, top_k=9))
 
 
+WISH = {
+    "presence_penalty": 0.9,
+    "repetition_penalty": 1.3,
+    "min_p": 0.05,
+    "min_tokens": 5,
+    "logit_bias": {3: 1.5, 7: -3.0},
+}
+
+
+@SLOW
+@pytest.mark.parametrize("mode", ["static", "lag-budget"])
+def test_penalties_and_edits_are_computed_beside_the_graphs(device: str, mode: str) -> None:
+    """Two requests ask, two do not; the kernels' own law of the rows is that of plain torch."""
+    asking = params_for(1.0, **WISH)  # type: ignore[arg-type]
+    check(
+        device,
+        mode,
+        [each if i < 2 else plain for i, (each, plain) in enumerate(zip(asking, params_for(1.0), strict=True))],
+    )
+
+
+@SLOW
+def test_rejection_under_penalties_and_edits(device: str) -> None:
+    params, options = params_for(1.0, **WISH), {"concurrency": 3, "num_drafts": 3, "acceptance": "rejection"}  # type: ignore[arg-type]
+    reference = run(tiny_models("dspark", spec=SPEC), "static", PROMPTS, params, **options)  # type: ignore[arg-type]
+    models = on(device, tiny_models("dspark", spec=SPEC))
+    ours = run(models, "static", PROMPTS, params, backend="triton", **options)  # type: ignore[arg-type]
+    assert ours.answers == reference.answers
+    assert ours.totals.accepted > 0
+
+
 @SLOW
 def test_rejection_judges_by_torch_beside_the_same_forward(device: str) -> None:
     params, options = params_for(1.0), {"concurrency": 3, "num_drafts": 3, "acceptance": "rejection"}

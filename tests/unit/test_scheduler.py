@@ -5,7 +5,7 @@ import pytest
 
 from slipstream.cache.pages import NULL_PAGE
 from slipstream.errors import CapacityError
-from slipstream.plan import StepPlan
+from slipstream.plan import FOREVER, StepPlan
 from slipstream.scheduler import NoPlan
 from tests.unit.scheduling import (
     EOS,
@@ -51,6 +51,37 @@ def test_a_new_request_brings_its_slot_its_tokens_and_its_sampling():
     assert plan.num_decode == 0
     assert (plan.num_given_np.tolist(), plan.emits_np.tolist(), plan.caps_np.tolist()) == ([5], [True], [0])
     assert plan.any_sampled and plan.any_top_k and plan.any_top_p
+    assert not (plan.any_min_p or plan.any_penalty or plan.any_edit)
+    assert (admission.num_prompt, admission.edits, admission.repetition_penalty) == (5, (), 1.0)
+
+
+def test_what_is_asked_of_logits_goes_down_and_the_plan_says_so():
+    paper = device()
+    first = make_request(7, prompt=5, logit_bias={4: -1.5}, min_tokens=3, stop_token_ids=(9,), presence_penalty=0.5)
+    paper.add(first)
+    (admission,) = paper.launch().admissions
+    assert admission.edits == ((4, -1.5, FOREVER), (EOS, -np.inf, 3), (9, -np.inf, 3))
+    assert (admission.presence_penalty, admission.frequency_penalty, admission.num_prompt) == (0.5, 0.0, 5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "flags"),
+    [
+        ({}, ()), ({"min_tokens": 2}, ("any_edit",)), ({"min_tokens": 2, "ignore_eos": True}, ()),
+        ({"logit_bias": {3: 0.0}}, ("any_edit",)), ({"repetition_penalty": 0.9}, ("any_penalty",)),
+        ({"frequency_penalty": -1}, ("any_penalty",)), ({"presence_penalty": 1}, ("any_penalty",)),
+        ({"min_p": 0.1}, ()), ({"min_p": 0.1, "temperature": 1.0}, ("any_sampled", "any_min_p")),
+        ({"temperature": 1.0}, ("any_sampled",)),
+    ],
+)  # fmt: skip
+def test_flags_of_the_plan(asked, flags):
+    paper = device()
+    paper.add(make_request(1, **asked))
+    plan = paper.launch()
+    names = ("any_sampled", "any_top_k", "any_top_p", "any_min_p", "any_penalty", "any_edit")
+    assert tuple(name for name in names if getattr(plan, name)) == flags
+    assert plan.any_shaped == bool(set(flags) - {"any_sampled"})
+    assert plan.sampled_np.tolist() == ["any_sampled" in flags]
 
 
 def test_admission_wants_room_for_the_whole_prompt_and_one_token():
