@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.config import SamplingParams
+from slipstream.errors import ConfigError
 from slipstream.lab.critical_path import critical_path
 from slipstream.lab.waves import NO_CRITICAL_PATH, Answer, Wave, ttft_in_turn_ms
 from slipstream.llm import LLM, Completion
@@ -47,7 +48,7 @@ def warm_up(llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams
     """
     at_once = llm.engine.scheduler.limits.max_num_seqs
     given = [SamplingParams()] * len(prompts) if params is None else params
-    short = [replace(each, max_tokens=min(WARM_UP_TOKENS, each.max_tokens)) for each in given[:at_once]]
+    short = [replace(p, max_tokens=min(WARM_UP_TOKENS, p.max_tokens), min_tokens=0) for p in given[:at_once]]
     answer(llm, prompts[:at_once], short)
     return llm
 
@@ -82,7 +83,9 @@ def former_objects_left_alone() -> Iterator[None]:
 
 
 def request_params(sampling: SamplingParams, count: int) -> list[SamplingParams]:
-    """The same for all, but each request with a seed of its own, equal in every mode and wave."""
+    """The same for all, but each request with a seed of its own, equal in every mode and wave. One answer each."""
+    if sampling.n > 1:
+        raise ConfigError(f"n is {sampling.n}: what is measured is one answer to a prompt; ask for more prompts instead")
     seed = sampling.seed or 0
     return [replace(sampling, seed=seed + index) for index in range(count)]
 
