@@ -27,6 +27,7 @@ from slipstream.commands.profile import profile
 from slipstream.commands.simulate import simulate
 from slipstream.commands.trace import trace
 from slipstream.commands.train import train
+from slipstream.commands.verify_exact import verify_exact
 from slipstream.errors import SlipstreamError
 
 app = typer.Typer(
@@ -46,6 +47,7 @@ COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (trace, "trace --out runs/trace.npz --prompts questions.jsonl --requests 32 --concurrency 32"),
     (simulate, "simulate --trace runs/trace.npz --profile runs/cost.json --concurrency 1,32 --plot runs/simulate.png"),
     (evaluate, "evaluate --draft smollm2-135m-dspark --limit 4 --temperature 0"),
+    (verify_exact, "verify-exact --draft smollm2-135m-dspark --requests 4 --samples 200"),
     (inspect, "inspect smollm2-135m-dspark --json"),
     (
         export,

@@ -96,6 +96,8 @@ TORCH_FREE = (
     "slipstream.lab.quality",
     "slipstream.lab.scaling",
     "slipstream.lab.tables",
+    "slipstream.lab.verify_exact_options",
+    "slipstream.lab.verify_exact_report",
     "slipstream.lab.waves",
     "slipstream.lab.plots",
     "slipstream.lab.timeline",
