@@ -196,6 +196,7 @@ class LLM:
             raise RequestError(f"prompt is {prompt!r}; give a text or a list of token ids")
         token_ids = self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else list(prompt)
         check_prompt(token_ids, self.models.vocab_size, self.max_model_len)
+        params.check_token_ids(self.models.vocab_size)
         seed, prompt_ids = self._seeds.getrandbits(64) if params.seed is None else params.seed, tuple(token_ids)
         return [self._sibling(prompt_ids, params, seed, index) for index in range(params.n)]
 

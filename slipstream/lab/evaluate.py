@@ -20,7 +20,7 @@ from slipstream.config import SamplingParams
 from slipstream.decide.survival import Calibration, find_calibration
 from slipstream.lab import machine
 from slipstream.lab.evaluate_options import OFF, EvaluateOptions
-from slipstream.lab.measure import load, request_params, run_wave, sizes, warm_up
+from slipstream.lab.measure import load, request_params, run_wave, sampling_facts, sizes, warm_up
 from slipstream.lab.scores import POOLED, Cell, Steps, score_row
 from slipstream.lab.traces import DraftTrace, collect_trace, foretell
 from slipstream.lab.waves import Wave
@@ -212,9 +212,8 @@ def conditions(options: EvaluateOptions, models: Models) -> dict[str, Any]:
         "waves": options.waves,
         "limit": options.limit,
         "prompts": {name: str(path or "built in") for name, path in zip(options.set_names, options.sets, strict=True)},
-        "sampling": {
-            name: getattr(options.sampling, name) for name in ("max_tokens", "top_p", "top_k", "seed", "ignore_eos")
-        },
+        # Each cell has its own temperature.
+        "sampling": {name: v for name, v in sampling_facts(options.sampling).items() if name != "temperature"},
         "calibration_file": {drafter: file and str(file) for drafter, file in files.items()},
     }
 

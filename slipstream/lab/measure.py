@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from slipstream.config import SamplingParams
@@ -82,10 +82,23 @@ def former_objects_left_alone() -> Iterator[None]:
         gc.unfreeze()
 
 
+def sampling_facts(sampling: SamplingParams) -> dict[str, Any]:
+    """For reports: what most people ask about, and whatever else was asked for."""
+    plain = SamplingParams()
+    usual = ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos")
+    return {
+        f.name: getattr(sampling, f.name)
+        for f in fields(sampling)
+        if f.name in usual or getattr(sampling, f.name) != getattr(plain, f.name)
+    }
+
+
 def request_params(sampling: SamplingParams, count: int) -> list[SamplingParams]:
     """The same for all, but each request with a seed of its own, equal in every mode and wave. One answer each."""
     if sampling.n > 1:
-        raise ConfigError(f"n is {sampling.n}: what is measured is one answer to a prompt; ask for more prompts instead")
+        raise ConfigError(
+            f"n is {sampling.n}: what is measured is one answer to a prompt; ask for more prompts instead"
+        )
     seed = sampling.seed or 0
     return [replace(sampling, seed=seed + index) for index in range(count)]
 

@@ -29,7 +29,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.lab import machine
 from slipstream.lab.around import AroundDrafter
 from slipstream.lab.dense import DenseTrace, Halfs, Int8s, Int32s, Int64s
-from slipstream.lab.measure import answer, load, request_params, sizes
+from slipstream.lab.measure import answer, load, request_params, sampling_facts, sizes
 from slipstream.lab.trace_options import TraceOptions
 from slipstream.llm import LLM, Completion
 from slipstream.load import Models
@@ -299,9 +299,7 @@ def about(options: TraceOptions, models: Models, command: str) -> dict[str, Any]
         "prompts": {name: str(path or "built in") for name, path in zip(options.set_names, options.sets, strict=True)},
         "requests": options.requests,
         "concurrency": options.concurrency,
-        "sampling": {
-            name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos")
-        },
+        "sampling": sampling_facts(sampling),
     }  # fmt: skip
 
 

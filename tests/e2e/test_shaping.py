@@ -296,12 +296,18 @@ def test_fault_30_out_of_range_is_refused_by_name(name, value):
         SamplingParams(**{name: value})
 
 
+def test_fault_30_a_bias_for_a_token_that_is_not_there_is_refused():
+    assert len(SamplingParams(logit_bias=dict.fromkeys(range(MAX_BIASES), 1.0)).logit_bias) == MAX_BIASES
+    with pytest.raises(RequestError, match="logit_bias names token 20"):
+        make_llm("off", max_num_seqs=1).generate([[3, 4]], SamplingParams(logit_bias={20: 1.0}))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"min_p": 0}, {"min_p": 1}, {"repetition_penalty": 1e-3}, {"repetition_penalty": 1000}, {"min_tokens": 3},
         {"frequency_penalty": -2}, {"frequency_penalty": 2}, {"presence_penalty": -2}, {"presence_penalty": 2},
-        {"logit_bias": {i: 100 if i % 2 else -100 for i in range(MAX_BIASES)}}, {"logit_bias": {"7": 5, 19: -5}},
+        {"logit_bias": {i: 100 if i % 2 else -100 for i in range(20)}}, {"logit_bias": {"7": 5, 19: -5}},
     ],
 )  # fmt: skip
 def test_the_ends_of_the_ranges_run(fields):
