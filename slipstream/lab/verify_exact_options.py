@@ -49,6 +49,8 @@ class ExactOptions:
             raise ConfigError(
                 "temperature is 0: greedy decoding is checked beside it in any case; give one above 0 for what is sampled"
             )
+        if not 0 <= self.seed < 1 << 62:
+            raise ConfigError(f"seed is {self.seed}; samples count on from it: give one from 0, below 2^62")
         if self.speculative.get("cost_model") == "none":
             raise ConfigError("cost_model is 'none', and then no draft is pruned; use auto, or a file")
         for mode in self.modes:

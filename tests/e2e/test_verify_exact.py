@@ -284,6 +284,7 @@ def test_a_law_in_which_nothing_varies_is_inconclusive(options: Make) -> None:
         ({"samples": 0}, "samples is 0"),
         ({"requests": 1.5}, "requests is 1.5"),
         ({"sampling": SamplingParams(temperature=0.0)}, "temperature is 0"),
+        ({"sampling": SamplingParams(temperature=1.0, seed=2**63)}, "seed is"),
         ({"speculative": {"cost_model": "none"}}, "cost_model is 'none'"),
         ({"speculative": {"confidence_signal": "loud"}, "modes": ("lag",)}, "confidence_signal"),
     ],
