@@ -6,8 +6,9 @@ Counts steps and knows neither survivals nor prices. Called by `policy`; `build`
 
 WARM_UP = 32  # rows that are drafted in full before anything is skipped: the prior is a guess until then
 SKIPS_BEFORE_PROBE = 16  # steps without a draft
-SHORTS_BEFORE_PROBE = 32  # steps with a shortened one: late positions are relearned now and then
-PROBE_SPACING = 4  # steps between two probes for a change of batch size, which may change in every step
+SHORTS_BEFORE_PROBE = 64  # steps with a shortened one: late positions are relearned now and then
+CHANGE = 1 / 4  # of the sequences that decode, since the last draft in full: by more, and one is made
+PROBE_SPACING = 4  # steps between two probes for such a change
 CHOICE_SPACING = 16  # steps for which a draft length is kept, ...
 FEW_SPACING = 4  # ... unless few sequences say less of later steps: then so many, and one more for each of them
 MUCH = 1 / 8  # of the drafts that may be verified: a change by more has the draft length chosen anew
@@ -28,6 +29,7 @@ class DraftLengths:
         self.sizes = draft_lengths(num_drafts)
         self._full = num_drafts
         self._num_decode = 0
+        self._num_full = 0  # sequences in the last draft in full
         self._seen = 0  # rows drafted in full
         self._skipped = 0
         self._shortened = 0
@@ -38,8 +40,11 @@ class DraftLengths:
         self._age = CHOICE_SPACING  # ... and the steps it served for
 
     def probes(self, num_decode: int) -> bool:
-        """Another number of sequences may make full length pay, unless it does already; or it is time again."""
-        self._changed |= num_decode != self._num_decode
+        """Far more or fewer sequences may make full length pay, unless it does already; or it is time again.
+
+        Requests that come and go one by one are no reason: a probe for each would be most of what many requests draft.
+        """
+        self._changed |= abs(num_decode - self._num_full) > CHANGE * self._num_full
         self._num_decode = num_decode
         due = self._changed and self._choice < self._full and self._since_probe >= PROBE_SPACING
         return (
@@ -71,6 +76,7 @@ class DraftLengths:
         self._since_probe += 1
         if length == self._full:
             self._changed = False
+            self._num_full = self._num_decode
             self._seen += self._num_decode
         return length
 

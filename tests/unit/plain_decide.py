@@ -309,7 +309,7 @@ class Amortised:
         return length
 
     def _probes(self):
-        """A change since the last full draft, unless one came just before or all are full anyway; or it is time."""
+        """A large change since the last full draft, unless one came just before or all are full anyway; or it is time."""
         lengths = [length for length, _, _ in self.lengths]
         full = [step for step, length in enumerate(lengths) if length == self.size]
         if sum(self.decoded[step] for step in full) < pace.WARM_UP:
@@ -317,7 +317,8 @@ class Amortised:
         since_full = self.decoded[full[-1] :]
         probes = [step for step, (_, why, _) in enumerate(self.lengths) if why == "probe"]
         chosen = [length for length, why, _ in self.lengths if why == "chosen"]
-        changed = len(set(since_full)) > 1 and chosen[-1:] != [self.size]
+        far = any(abs(n - since_full[0]) > since_full[0] * pace.CHANGE for n in since_full)
+        changed = far and chosen[-1:] != [self.size]
         due = changed and len(lengths) - 1 - probes[-1] >= pace.PROBE_SPACING
         drafted = [step for step, length in enumerate(lengths) if length]
         skipped, shortened = len(lengths) - 1 - drafted[-1], len(lengths) - 1 - full[-1]
