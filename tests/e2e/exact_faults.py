@@ -249,7 +249,7 @@ FAULTS: dict[str, Fault] = {
         near=True, samples=400, mode="adaptive", policy=lambda count: adaptive("drawn", cost=price(count, S))
     ),
     "budget handed out by this step's `drawn`": Fault(
-        near=True, samples=400, mode="lag-budget", policy=lambda count: adaptive("drawn", cost=price(count, S), budget=True)
+        near=True, samples=1000, mode="lag-budget", policy=lambda count: adaptive("drawn", cost=price(count, S), budget=True)
     ),
     "best of all budgets of this step's `head`": Fault(
         near=True, samples=250, mode="adaptive", policy=lambda count: adaptive("head", cost=cliff(count), causal=False), concurrency=1
