@@ -217,6 +217,8 @@ class Adaptive:
             self._on_record(decided)
         if decided.widths_np is not None:
             return Decision(widths_np=decided.widths_np.astype(np.int32), budget=None, caps_np=caps)
+        if decided.budget == np.add.reduce(caps):  # nothing is left to hand out: the device need not rank
+            return _in_full(caps)
         return Decision(widths_np=None, budget=decided.budget, caps_np=caps)
 
     def _expect(self, plan: StepPlan) -> "_Expected":
