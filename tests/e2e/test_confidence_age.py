@@ -259,6 +259,7 @@ def test_fault_2_a_bypassed_step_stores_nothing(mode, overlap):
     llm = make_llm(mode, scripted, overlap=overlap)
     policy = llm.engine.policy
     policy.draft_length = lambda plan: K if plan.num_decode and plan.step % 3 else 0
+    policy._going_rate.past = lambda num_decode: (0.0, 0.0)  # each step for itself
     taught = []
     policy.survival.teach_outcomes = lambda *args: taught.append(args)
     answers, spy = run(llm, prompts, params)
