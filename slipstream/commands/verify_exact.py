@@ -13,7 +13,7 @@ from slipstream.commands import flags
 from slipstream.commands.shared import as_tuple, options_of, print_json, say, screen, several
 from slipstream.errors import ConfigError
 from slipstream.lab.verify_exact_options import EXACT_MODES, ExactOptions
-from slipstream.lab.verify_exact_report import COLORS, checks_table, notes
+from slipstream.lab.verify_exact_report import COLORS, checks_tables, notes
 from slipstream.options import MODE_FLAGS, Options
 
 
@@ -54,9 +54,10 @@ def verify_exact(
         task = bar.add_task("answers", total=None)
         report = run(exact_options, say, lambda done, total: bar.update(task, completed=done, total=total))
     out = screen(as_json)
-    out.print(checks_table(report))
     for line in notes(report):
         out.print(line, soft_wrap=True)
+    for table in checks_tables(report):
+        out.print(table)
     out.print(Text(report["verdict"], COLORS[report["verdict"]]))
     if as_json:
         print_json(report)
