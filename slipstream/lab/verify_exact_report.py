@@ -9,7 +9,7 @@ from rich.text import Text
 from slipstream.lab.tables import new_table, share, shown
 
 COLORS = {"exact": "green", "differs": "bold red", "inconclusive": "yellow"}
-_HEADS = ("check", "mode", "accepted", "rejected", "pruned", "found", "bias", "verdict")
+_HEADS = ("check", "mode", "accepted", "rejected", "pruned", "equal, p", "bias", "verdict")
 
 
 def checks_tables(report: Mapping[str, Any]) -> list[Table]:
@@ -35,14 +35,9 @@ def _cells(check: Mapping[str, Any]) -> list[str]:
     if "equal" in check:
         return [check["check"], check["mode"], *counts, share(check["equal"], check["requests"]), "-"]
     p_value = check.get("p_value")
-    found = f"p {shown(p_value, '.2f' if p_value is None or p_value >= 0.005 else '.0e')}"
-    return [
-        check["check"],
-        check["mode"],
-        *counts,
-        found,
-        f"{shown(check.get('bias'), '.2f')}/{shown(check.get('chance'), '.2f')}",
-    ]
+    found = shown(p_value, ".2f" if p_value is None or p_value >= 0.005 else ".0e")
+    bias = "/".join(shown(check.get(name), ".2f").removeprefix("0") for name in ("bias", "chance"))
+    return [check["check"], check["mode"], *counts, found, bias]
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:
