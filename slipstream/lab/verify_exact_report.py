@@ -9,7 +9,7 @@ from rich.text import Text
 from slipstream.lab.tables import new_table, share, shown
 
 COLORS = {"exact": "green", "differs": "bold red", "inconclusive": "yellow"}
-_HEADS = ("check", "mode", "accepted", "rejected", "pruned", "equal, p", "bias", "verdict")
+_HEADS = ("check", "mode", "accepted", "rejected", "pruned", "found", "bias", "verdict")
 
 
 def checks_tables(report: Mapping[str, Any]) -> list[Table]:
