@@ -32,8 +32,9 @@ setup: $(VENV)/.dev ## the venv with everything that is pinned
 demo: $(VENV)/.runtime ## three prompts, plain and speculative, on the built-in pair
 	@$(PY) -m slipstream.lab.demo
 
+# One process a core, each with one thread: most tests are Python. A file stays in one process.
 test: $(VENV)/.dev ## under 8 minutes on 2 cores
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 test-slow: $(VENV)/.dev ## under 40 minutes on 2 cores
 	$(PY) -m pytest -m "slow and not gpu" --timeout 1800
