@@ -446,6 +446,7 @@ def make_policy(
     reasons: list[Reason] = [("confidence_signal", signal, why)]
     if cost is None:
         reasons.append(("cost_model", None, NO_COST_MODEL))
+        log.warning("%s; mode %s then is static with more to do", NO_COST_MODEL, config.mode)
     elif config.adaptive_speculative_min_gain and isinstance(cost.step, TableCost):
         raise ConfigError(
             "adaptive_speculative_min_gain works with a linear cost model only, and this one is a table; set it to 0"

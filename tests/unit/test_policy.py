@@ -183,7 +183,7 @@ def test_off_drafts_nothing():
 
 
 @pytest.mark.parametrize("mode", ADAPTIVE_MODES)
-def test_without_a_cost_model_nothing_is_pruned_and_it_is_said(mode):
+def test_without_a_cost_model_nothing_is_pruned_and_it_is_said(mode, caplog):
     config = SpeculativeConfig.for_mode(mode, draft_model="scripted", cost_model="none")
     policy, reasons = make_policy(config, num_drafts=S)
     drive = Drive(policy)
@@ -192,6 +192,7 @@ def test_without_a_cost_model_nothing_is_pruned_and_it_is_said(mode):
         assert decision.widths_np.tolist() == [S, 1]
         assert decision.reason == policies.NO_COST_MODEL
     assert ("cost_model", None, policies.NO_COST_MODEL) in reasons
+    assert f"{policies.NO_COST_MODEL}; mode {mode}" in caplog.text
     assert drive.lengths == [S] * 20
 
 
