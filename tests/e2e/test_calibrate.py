@@ -169,7 +169,7 @@ def test_a_file_that_stays_when_the_weights_change_is_warned_of(run, pair, caplo
         return next(reason for field, _, reason in llm.notes if field == "calibration")
 
     assert note() == "as found"
-    assert not caplog.records
+    assert "calibration" not in caplog.text  # of what is warned of besides
 
     tensors = load_file(drafter / "model.safetensors")
     tensors["fc.weight"][0, 0] += 1
