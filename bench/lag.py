@@ -6,7 +6,7 @@
     python -m bench.lag tables                                               # all cells so far, as docs/LAG.md has them
 
 A cell is one `slipstream bench`: all five modes wave by wave in turn, four times as many requests as run at a time. Its
-JSON goes to bench/results/lag and is named by the cell, so that several sittings add up to the whole comparison.
+JSON goes to bench/results/lag and is named by the cell, so that cells measured apart add up to the whole comparison.
 """
 
 import argparse

@@ -19,10 +19,7 @@ def evaluate(
     draft: flags.MeasuredDraft = None,
     draft_layout: flags.Layout = None,
     model: flags.Model = None,
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(help="JSON lines with turns, a set each; may be given again. Default: a sample."),
-    ] = None,
+    prompts: flags.PromptSets = None,
     limit: Annotated[int | None, typer.Option(help="Prompts of each set, the first ones. Default: all.")] = None,
     temperature: Annotated[str | None, typer.Option(help="One, or several: 0,1. Default: 0,1.")] = None,
     num_speculative_tokens: flags.NumDrafts = None,

@@ -39,3 +39,7 @@ Dtype = Annotated[str | None, typer.Option(help="auto, bfloat16, float16 or floa
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda. Default: auto.")]
 Config = Annotated[Path | None, typer.Option(help="Options from a JSON or TOML file; flags win over it.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object as the last line of stdout, the rest on stderr.")]
+PromptSets = Annotated[
+    list[Path] | None,
+    typer.Option("--prompts", help="JSON lines with turns, a set each; may be given again. Default: a sample."),
+]

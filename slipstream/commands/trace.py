@@ -25,10 +25,7 @@ def trace(
     draft: flags.MeasuredDraft = None,
     draft_layout: flags.Layout = None,
     model: flags.Model = None,
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(help="JSON lines with turns, a set each; may be given again. Default: a sample."),
-    ] = None,
+    prompts: flags.PromptSets = None,
     requests: Annotated[int | None, typer.Option(help="Prompts of each set, the first ones. Default: all.")] = None,
     num_speculative_tokens: Annotated[int | None, typer.Option(help="S. Default: all that the drafter drafts.")] = None,
     concurrency: Annotated[int | None, typer.Option(help="Requests at a time. Default: 8.")] = None,
