@@ -6,14 +6,14 @@ are as before when a rehearsal ends, and slot state holds nothing that an admiss
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from slipstream.engine import Engine
 from slipstream.errors import CapacityError
-from slipstream.plan import Admission, Decision, StepPlan
+from slipstream.plan import Admission, Decision, Int32s, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,59 +26,88 @@ class StepTime:
 
 @torch.inference_mode()
 def time_step(
-    engine: Engine, *, num_sequences: int, width: int, context: int, draft_length: int | None = None, repeats: int = 5
-) -> StepTime:
-    """Time a decode step of `num_sequences`, each with `context` tokens of KV and `width` drafts to verify.
+    engine: Engine, *, num_sequences: int, width: int, context: int, draft_length: int | None = None, chunk: int = 0,
+    repeats: int = 5,
+) -> StepTime:  # fmt: skip
+    """Time a step in which `num_sequences` decode, each with `context` tokens of KV and `width` drafts to verify.
 
-    draft_length: drafts per sequence, at least `width` (default: equal to it). One step is run first and not counted.
+    draft_length: drafts per sequence, at least `width` (default: equal to it). chunk: rows of one more sequence, a whole
+    prompt, which emits its first token. One step is run first and not counted.
     """
     length = width if draft_length is None else draft_length
     assert length >= width, (length, width)
-    decision = Decision(
-        widths_np=np.full(num_sequences, width, np.int32), budget=None, caps_np=np.full(num_sequences, width, np.int32)
-    )
+    shape = _Shape(num_sequences, context, length, chunk)
+    widths = np.minimum(shape.caps_np, np.int32(width))
+    decision = Decision(widths_np=widths, budget=None, caps_np=widths)
     flights = []
-    with _made_up_requests(engine, num_sequences, context, length) as plan:
+    with _made_up_requests(engine, shape) as plan:
         for _ in range(repeats + 1):  # all launched before the first is waited for: a GPU must not wait for the host
             engine.state.context[:num_sequences].fill_(context)
+            engine.state.context[num_sequences : plan.num_sequences].zero_()
             flights.append(engine.launch_verify(engine.launch_draft(plan, True), decision))
         flights[-1].result.wait()
     draft_ms, verify_ms = np.median(np.array([flight.device_ms for flight in flights[1:]]), axis=0).tolist()
     return StepTime(draft_ms if length else 0.0, verify_ms)
 
 
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Slots 0 .. num_decode - 1 decode, the one behind them prefills a chunk, if there is one."""
+
+    num_decode: int
+    context: int
+    draft_length: int
+    chunk: int
+
+    def column(self, decode: int, prefill: int) -> Int32s:
+        """[B] one value for those that decode, another for the chunk."""
+        return np.array([decode] * self.num_decode + [prefill] * bool(self.chunk), np.int32)
+
+    @property
+    def caps_np(self) -> Int32s:
+        return self.column(self.draft_length, 0)
+
+    @property
+    def num_positions(self) -> int:
+        """Of the longest sequence, after the step."""
+        return max(self.context + 1 + self.draft_length, self.chunk + 1)
+
+
 @contextmanager
-def _made_up_requests(engine: Engine, count: int, context: int, draft_length: int) -> Iterator[StepPlan]:
-    """A plan in which slots 0..count-1 decode at `context`; their pages are taken for the duration."""
+def _made_up_requests(engine: Engine, shape: _Shape) -> Iterator[StepPlan]:
+    """A plan of that shape; the pages it needs are taken for the duration."""
     assert not engine.has_work, "a rehearsal needs an idle engine"
     pages, most = engine.scheduler.pages, engine.scheduler.limits.max_model_len
-    if context + 1 + draft_length > most:
-        raise CapacityError(f"a step at context {context} with {draft_length} drafts goes beyond max_model_len {most}")
-    per_sequence = pages.pages_for(context + 1 + draft_length)
+    if shape.num_positions > most:
+        raise CapacityError(f"a step of {shape} goes beyond max_model_len {most}")
+    count, per_sequence = len(shape.caps_np), pages.pages_for(shape.num_positions)
+    if count > engine.scheduler.limits.max_num_seqs:
+        raise CapacityError(f"a step of {shape} needs {count} slots; raise max_num_seqs")
     if per_sequence * count > pages.num_free:
-        raise CapacityError(f"a step of {count} sequences at context {context} needs {per_sequence * count} KV pages")
+        raise CapacityError(f"a step of {shape} needs {per_sequence * count} KV pages")
     taken = pages.take(per_sequence * count)
     writes = [(i // per_sequence, i % per_sequence, page) for i, page in enumerate(taken)]
-    known = np.zeros(context + 1, np.int32)
+    known = np.zeros(shape.num_positions, np.int32)
     admissions = tuple(
         Admission(slot=slot, token_ids_np=known, temperature=0.0, top_k=0, top_p=1.0, seed=0) for slot in range(count)
     )
     try:
-        setup = _plan(count, context, 0, admissions, np.array(writes, np.int32))
+        setup = _plan(replace(shape, draft_length=0), admissions, np.array(writes, np.int32))
         engine.backend.load(setup)
-        yield _plan(count, context, draft_length, (), np.zeros((0, 3), np.int32))
+        yield _plan(shape, (), np.zeros((0, 3), np.int32))
     finally:
         pages.give(taken)
 
 
-def _plan(
-    count: int, context: int, draft_length: int, admissions: tuple[Admission, ...], page_writes_np: "np.ndarray"
-) -> StepPlan:
+def _plan(shape: _Shape, admissions: tuple[Admission, ...], page_writes_np: Int32s) -> StepPlan:
+    context = shape.column(shape.context, 0)
+    count = len(context)
     ones = np.ones(count, np.int32)
     return StepPlan(
-        step=-1, num_decode=count, draft_length=draft_length, slots_np=np.arange(count, dtype=np.int32),
-        generations_np=-ones, uids_np=-ones.astype(np.int64), decode_steps_np=0 * ones, num_given_np=ones,
-        emits_np=ones.astype(np.bool_), caps_np=draft_length * ones, context_np=context * ones,
-        context_upper_bound_np=context * ones, sampled_np=np.zeros(count, np.bool_), teaches_np=np.zeros(count, np.bool_),
-        admissions=admissions, page_writes_np=page_writes_np, any_sampled=False, any_top_k=False, any_top_p=False,
+        step=-1, num_decode=shape.num_decode, draft_length=shape.draft_length, slots_np=np.arange(count, dtype=np.int32),
+        generations_np=-ones, uids_np=-ones.astype(np.int64), decode_steps_np=0 * ones,
+        num_given_np=shape.column(1, shape.chunk), emits_np=ones.astype(np.bool_), caps_np=shape.caps_np,
+        context_np=context, context_upper_bound_np=context, sampled_np=np.zeros(count, np.bool_),
+        teaches_np=np.zeros(count, np.bool_), admissions=admissions, page_writes_np=page_writes_np, any_sampled=False,
+        any_top_k=False, any_top_p=False,
     )  # fmt: skip

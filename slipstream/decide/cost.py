@@ -72,6 +72,9 @@ class CostModel:
     not seen returns slowly to what was fitted, and no factor leaves its bounds. It is told the median of the last three
     steps of the same bucket (table entry or octave of rows, and draft length), so that one step that went wrong changes
     nothing; and no error above 25%, so that several change little.
+
+    Steps in which somebody prefills run other shapes, with fewer outputs, and have a price and parts of their own where
+    one was measured (`mixed`).
     """
 
     MEDIAN_OF = 3
@@ -82,27 +85,40 @@ class CostModel:
     FORGET = 5e-4  # per step
     REFRESH = 16  # steps between two rebuilds of the corrected model
 
-    def __init__(self, step: StepCost, draft: DraftTimes | None = None, *, corrects: bool = True) -> None:
+    def __init__(
+        self, step: StepCost, draft: DraftTimes | None = None, *, mixed: StepCost | None = None, corrects: bool = True
+    ) -> None:
+        """step, mixed: target steps without and with rows of prompts. Without `mixed` all go by `step`."""
         self.fitted = step
+        self.fitted_mixed = mixed
         self.fitted_draft = draft or DraftTimes.constant(0.0)
         self.corrects = corrects
         self.num_observed = 0
         self._steps_since_refresh = 0
         self._unfollowed = 0  # steps since the filter was last told anything
         self._recent: dict[tuple[int, int, int], deque[float]] = {}  # by bucket: log of measured / fitted
-        num_parts = len(step.parts(1, 0.0, 0.0))
-        self._prior_np = np.array([self.PART_VARIANCE] * (num_parts + 1) + [self.COMMON_VARIANCE])
-        self._bound_np = np.array([self.PART_BOUND] * (num_parts + 1) + [self.COMMON_BOUND])
-        self._log_np = np.zeros(num_parts + 2)  # log factors: parts, draft, common
+        # Log factors: parts of `step`, parts of `mixed`, draft, common.
+        self._num_parts = len(step.parts(1, 0.0, 0.0))
+        num_mixed = len(mixed.parts(1, 0.0, 0.0)) if mixed is not None else 0
+        num_factors = self._num_parts + num_mixed + 1
+        self._prior_np = np.array([self.PART_VARIANCE] * num_factors + [self.COMMON_VARIANCE])
+        self._bound_np = np.array([self.PART_BOUND] * num_factors + [self.COMMON_BOUND])
+        self._log_np = np.zeros(num_factors + 1)
         self._covariance_np = np.diag(self._prior_np)
         self._step = step
+        self._mixed = mixed
         self._draft_factor = 1.0
         self._draft_ms: dict[tuple[int, int], float] = {}  # fitted, by (length, sequences) asked for so far
 
     @property
     def step(self) -> StepCost:
-        """The corrected step cost: a value that a decision may keep."""
+        """The corrected cost of a step in which nobody prefills: a value that a decision may keep."""
         return self._step
+
+    @property
+    def mixed(self) -> StepCost:
+        """The same for steps with rows of prompts among their rows."""
+        return self._step if self._mixed is None else self._mixed
 
     def draft_ms(self, length: int, num_sequences: int = 1) -> float:
         return self._draft_factor * self._fitted_draft_ms(length, num_sequences)
@@ -115,7 +131,7 @@ class CostModel:
 
     @property
     def factors(self) -> Floats:
-        """[parts + 1] what each part and, last, the draft is multiplied with."""
+        """[parts + 1] what each part (of mixed steps after the others) and, last, the draft is multiplied with."""
         factors: Floats = np.exp(self._log_np[:-1] + self._log_np[-1])
         return factors
 
@@ -128,20 +144,25 @@ class CostModel:
         kv: float = 0.0,
         draft_length: int = 0,
         num_sequences: int = 1,
+        mixed: bool = False,
         steps: int = 1,
     ) -> None:
         """Learn from a whole step: its draft, if it had one, and `rows` target rows took `measured_ms`.
 
-        kv_rows is the sum of (given + w) * kv, kv the sum of kv. `steps`: how many went by since the last observation,
-        this one included; they are forgotten by, but it is one observation. Values that cannot be times are ignored.
+        kv_rows is the sum of (given + w) * kv, kv the sum of kv. mixed: some rows were a prompt's. `steps`: how many went
+        by since the last observation, this one included; they are forgotten by, but it is one observation. Values that
+        cannot be times are ignored.
         """
         if not self.corrects or not math.isfinite(measured_ms) or measured_ms <= 0 or rows < 1:
             return
         self.num_observed += 1
         self._steps_since_refresh += steps
         self._unfollowed += steps
-        weight = np.empty_like(self._log_np)
-        weight[:-2] = self.fitted.parts(rows, kv_rows, kv)
+        weight = np.zeros_like(self._log_np)
+        if mixed and self.fitted_mixed is not None:
+            weight[self._num_parts : -2] = self.fitted_mixed.parts(rows, kv_rows, kv)
+        else:
+            weight[: self._num_parts] = self.fitted.parts(rows, kv_rows, kv)
         weight[-2] = self._fitted_draft_ms(draft_length, num_sequences)
         parts = weight[:-1]
         if (fitted_ms := float(np.add.reduce(parts))) > 0:
@@ -151,8 +172,14 @@ class CostModel:
                 self._correct(weight, typical)
         if self._steps_since_refresh >= self.REFRESH:
             self._steps_since_refresh = 0
-            self._step = self.fitted.scaled(self.factors[:-1])
-            self._draft_factor = float(self.factors[-1])
+            self._refresh()
+
+    def _refresh(self) -> None:
+        factors = self.factors
+        self._step = self.fitted.scaled(factors[: self._num_parts])
+        if self.fitted_mixed is not None:
+            self._mixed = self.fitted_mixed.scaled(factors[self._num_parts : -1])
+        self._draft_factor = float(factors[-1])
 
     def _typical(self, bucket: tuple[int, int, int], log_ratio: float) -> float | None:
         """The median of the bucket's last steps, this one among them; None while there are too few."""
@@ -217,6 +244,7 @@ class SurveyFacts:
     held_out_linear_error: float | None  # mean |predicted - measured| / measured; None without such shapes
     held_out_table_error: float | None
     num_held_out: int
+    held_out_mixed_error: float | None = None  # of the price of steps with a prompt
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -224,7 +252,7 @@ class SurveyFacts:
     @classmethod
     def from_fields(cls, fields: Fields) -> "SurveyFacts":
         def error(name: str) -> float | None:
-            return None if fields.get(name) is None else fields.number(name)
+            return None if fields.data.get(name) is None else fields.number(name)
 
         return cls(
             num_sequences=fields.integer("num_sequences"),
@@ -233,6 +261,7 @@ class SurveyFacts:
             held_out_linear_error=error("held_out_linear_error"),
             held_out_table_error=error("held_out_table_error"),
             num_held_out=fields.integer("num_held_out"),
+            held_out_mixed_error=error("held_out_mixed_error"),
         )
 
 
@@ -250,6 +279,7 @@ class CostProfile:
     linear_error: float  # mean relative error on the samples
     table_error: float
     num_samples: int
+    mixed: TableCost | None = None  # steps with rows of prompts; None: not measured, they are priced like others
     survey: "SurveyFacts | None" = None  # None: made before these were kept
 
     @property
@@ -257,8 +287,8 @@ class CostProfile:
         return self.linear if self.use == "linear" else self.table
 
     def model(self, *, linear: bool = False) -> CostModel:
-        """linear: whatever fits better, for who needs a linear price (min_gain)."""
-        return CostModel(self.linear if linear else self.step, self.draft)
+        """linear: whatever fits better, for who needs a linear price of all steps (min_gain)."""
+        return CostModel(self.linear, self.draft) if linear else CostModel(self.step, self.draft, mixed=self.mixed)
 
     def save(self, path: Path | None = None) -> Path:
         path = path or self.key.path()
@@ -280,6 +310,7 @@ class CostProfile:
             "linear_error": self.linear_error,
             "table_error": self.table_error,
             "num_samples": self.num_samples,
+            "mixed": self.mixed.to_dict() if self.mixed else None,
             "survey": self.survey.to_dict() if self.survey else None,
         }
 
@@ -292,6 +323,9 @@ class CostProfile:
         linear, table = (step_cost_from_dict(fields.get(kind), kind) for kind in ("linear", "table"))
         if not isinstance(linear, LinearCost) or not isinstance(table, TableCost):
             raise ConfigError("linear.kind must be 'linear' and table.kind 'table'")
+        mixed = step_cost_from_dict(fields.get("mixed"), "mixed") if fields.data.get("mixed") is not None else None
+        if mixed is not None and not isinstance(mixed, TableCost):
+            raise ConfigError("mixed.kind must be 'table'")
         use = fields.choice("use", ("linear", "table"))
         return cls(
             key=ProfileKey(**{name: key.text(name) for name in ("device", "target", "drafter", "dtype")}),
@@ -304,6 +338,7 @@ class CostProfile:
             linear_error=fields.number("linear_error"),
             table_error=fields.number("table_error"),
             num_samples=fields.integer("num_samples"),
+            mixed=mixed,
             survey=SurveyFacts.from_fields(fields.sub("survey")) if fields.data.get("survey") is not None else None,
         )
 

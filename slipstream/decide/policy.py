@@ -21,7 +21,7 @@ from slipstream.config import Signal, SpeculativeConfig
 from slipstream.decide import controller, record
 from slipstream.decide.confidence import Confidence, ConfidenceStore
 from slipstream.decide.controller import AnyInts, Candidates, Problem
-from slipstream.decide.cost import CostModel, TableCost
+from slipstream.decide.cost import CostModel, StepCost, TableCost
 from slipstream.decide.going_rate import GoingRate
 from slipstream.decide.lessons import Lessons, Sighting
 from slipstream.decide.pace import DraftLengths, Timing
@@ -176,7 +176,7 @@ class Adaptive:
             expected.kv_np,
             expected.given_np,
             expected.num_emitting + past_tokens,
-            cost.step,
+            step_cost(plan, cost),
             {size: past_ms + cost.draft_ms(size, plan.num_decode) for size in self._lengths.sizes},
         )
         return max(rates, key=rates.__getitem__)  # of equals the shortest
@@ -187,16 +187,16 @@ class Adaptive:
             return _in_full(caps, NO_COST_MODEL)
         decision = self._decided(plan, caps, self.cost) if np.count_nonzero(caps) else _in_full(caps)
         if plan.num_decode and self._going_rate.counts(plan.step):
-            self._going_rate.price(plan, _expected_ms(plan, decision, self.cost))
+            self._going_rate.price(plan, expected_ms(plan, decision, self.cost))
         return decision
 
     def _decided(self, plan: StepPlan, caps: Int32s, cost: CostModel) -> Decision:
         fresh = self._waits_for == "fresh"
         expected = self._see(plan) if fresh else self._expect(plan)
-        step_cost = cost.step
+        price = step_cost(plan, cost)
         past_tokens, past_ms = self._going_rate.past(plan.num_decode)
         causal = self._causal and fresh and plan.any_sampled
-        rule = controller.rule_for(step_cost, budget=self._budget, causal=causal)
+        rule = controller.rule_for(price, budget=self._budget, causal=causal)
         decided = record.decide(
             plan.step,
             Problem(
@@ -207,7 +207,7 @@ class Adaptive:
                 kv_np=expected.kv_np,
                 given_np=expected.given_np,
                 num_emitting=expected.num_emitting + past_tokens,
-                cost=step_cost,
+                cost=price,
                 draft_ms=past_ms + cost.draft_ms(plan.draft_length, plan.num_decode),
                 min_gain=self._min_gain,
             ),
@@ -302,10 +302,11 @@ class Adaptive:
             kv=float(np.add.reduce(kv)),
             draft_length=plan.draft_length,
             num_sequences=plan.num_decode,
+            mixed=plan.num_decode < plan.num_sequences,
             steps=self._timing.steps_since(),
         )
         if self._causal and not self._budget and plan.any_sampled:
-            self.cost.step.hull()  # kept by the price; made here, a decision need not wait for it
+            step_cost(plan, self.cost).hull()  # kept by the price; made here, a decision need not wait for it
 
 
 @dataclass(slots=True, eq=False)
@@ -362,7 +363,12 @@ def _caps(plan: StepPlan) -> Int32s:
     return caps
 
 
-def _expected_ms(plan: StepPlan, decision: Decision, cost: CostModel) -> float:
+def step_cost(plan: StepPlan, cost: CostModel) -> StepCost:
+    """What the plan's rows are priced by."""
+    return cost.step if plan.num_decode == plan.num_sequences else cost.mixed
+
+
+def expected_ms(plan: StepPlan, decision: Decision, cost: CostModel) -> float:
     """Of the step without the prompts in it; the drafts are priced at the mean context."""
     num_decode, step = plan.num_decode, cost.step
     ms = cost.draft_ms(plan.draft_length, num_decode) + step.ms_of_rows(num_decode + decision.num_draft_rows)

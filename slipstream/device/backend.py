@@ -30,6 +30,7 @@ class Backend(Protocol):
     state: SlotState
     captures: bool  # stages can be recorded and replayed
     row_buckets: tuple[int, ...]  # what the rows of a decode step are padded up to; none: steps are exact
+    mixed_row_buckets: tuple[int, ...]  # the same of steps with rows of prompts
 
     def load(self, plan: StepPlan) -> PlanOnDevice:
         """Stage `load`: the plan's admissions and pages enter slot state, its vectors arrive."""
@@ -68,6 +69,7 @@ class TorchBackend:
 
     captures = False
     row_buckets: tuple[int, ...] = ()
+    mixed_row_buckets: tuple[int, ...] = ()
 
     def __init__(self, state: SlotState, page_size: int, pools: tuple[KVPool, ...], device: torch.device) -> None:
         self.state = state

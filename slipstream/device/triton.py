@@ -80,6 +80,7 @@ class TritonBackend:
         self.graphs = graphs
         self.captures = graphs is not None
         self.row_buckets = buckets.rows
+        self.mixed_row_buckets = buckets.prefill_rows
         self._page_size = page_size
         self._num_kv_heads = num_kv_heads
         self._num_drafts = num_drafts

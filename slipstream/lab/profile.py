@@ -1,8 +1,9 @@
 """What a step costs on this machine: rehearsed steps of many shapes, and the cost model fitted to them.
 
 The steps are the engine's own, on made-up requests: same layout, same kernels or graphs, same output rows as in service,
-the draft timed apart. Points are taken in order of use until the time is spent; some are held out from the fits and tell
-how far off these are. Called by `slipstream profile`, and at start when no profile is stored.
+the draft timed apart. Steps in which somebody prefills as well have a price of their own. Points are taken in order of use
+until the time is spent; some are held out from the fits and tell how far off these are. Called by `slipstream profile`,
+and at start when no profile is stored.
 """
 
 import time
@@ -23,7 +24,9 @@ from slipstream.decide.cost import (
     Samples,
     StepCost,
     SurveyFacts,
+    TableCost,
     fit_error,
+    fit_table,
     make_profile,
 )
 from slipstream.engine import Engine
@@ -40,24 +43,43 @@ MAX_ROUNDS = 12  # where others disturb
 DISTURBED = 1.3  # a plain step that takes so many times a quiet one
 QUIET_RANK = 10
 MAX_REPEATS = 3  # of a point in one round
+MIN_MS = 1e-3  # of a step without its KV terms
 POINT_SHARE = 0.2  # of the budget that one point may cost
 NUM_NEEDED = 2  # first points, timed whatever they cost: without a plain step and one of S drafts there is no model
 NEEDED_ROWS = 64  # a stored profile that was measured up to here serves any engine that does not pad
 START_BUDGET_S = 10.0  # when no profile is stored
 HELD_OUT_SEQUENCES = (1, 3, 6, 12, 24)
+MIXED_ROWS = (
+    64,
+    128,
+    256,
+    512,
+)  # of steps with a prompt, where they are not padded; where they are, all of these up to
+MOST_MIXED_ROWS = 1280  # (beyond, time grows evenly)
+HELD_OUT_MIXED_ROWS = (96, 200, 400)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Point:
-    """One shape of a decode step; `width` drafts are made and all of them verified."""
+    """One shape of a step; `width` drafts are made and all of them verified."""
 
-    num_sequences: int
+    num_sequences: int  # that decode
     width: int
     context: int
+    chunk: int = 0  # rows of a prompt that is prefilled beside them
 
     @property
     def rows(self) -> int:
-        return self.num_sequences * (self.width + 1)
+        return self.num_sequences * (self.width + 1) + self.chunk
+
+    @property
+    def kv_rows(self) -> int:
+        """Sum of (given + w) * kv; a prompt has no context yet."""
+        return (self.rows - self.chunk) * self.context
+
+    @property
+    def kv(self) -> int:
+        return self.num_sequences * self.context
 
     def within(self, other: "Point") -> bool:
         """Whether the other has at least as many sequences, and as many rows."""
@@ -110,7 +132,7 @@ def stored_profile(key: ProfileKey, engine: Engine) -> CostProfile | None:
         return None
     profile = CostProfile.load(key.path())
     limits, padded = engine.scheduler.limits, bool(engine.backend.row_buckets)
-    if padded and not profile.table.staircase:
+    if padded and not (profile.table.staircase and (profile.mixed or not mixed_points(engine))):
         return None
     most = limits.max_num_seqs * (limits.max_drafts + 1)
     if not padded:
@@ -137,30 +159,33 @@ def survey(engine: Engine, key: ProfileKey, budget_s: float) -> Survey:
     if limits.max_drafts < 1:
         raise ConfigError("a cost model prices drafts; name a drafter with --draft")
     wanted = points(engine)
-    held_out = set(held_out_points(engine)) - set(wanted)
+    held_out = {*held_out_points(engine), *held_out_mixed_points(engine)} - set(wanted)
     found = _time(engine, with_held_out(wanted, held_out), wanted[:NUM_NEEDED], budget_s)
     timed = tuple(t for t in found if t.point not in held_out)
     if not timed:
         raise CapacityError("not a single step fits in the KV memory; raise kv_memory or lower max_num_seqs")
     edges = engine.backend.row_buckets
+    decode = [t for t in timed if not t.point.chunk]
     profile = make_profile(
-        key, samples(timed), draft_times(timed), staircase=bool(edges), versions=versions(), edges=edges
+        key, samples(decode), draft_times(decode), staircase=bool(edges), versions=versions(), edges=edges
     )
+    profile = replace(profile, mixed=mixed_price(profile.step, timed, engine.backend.mixed_row_buckets))
     # Beyond what was fitted nothing is promised.
     apart = tuple(t for t in found if t.point in held_out and any(t.point.within(other.point) for other in timed))
     facts = SurveyFacts(
         num_sequences=limits.max_num_seqs,
         num_drafts=limits.max_drafts,
         budget_s=budget_s,
-        held_out_linear_error=_error(profile.linear, apart),
-        held_out_table_error=_error(profile.table, apart),
+        held_out_linear_error=_error(profile.linear, [t for t in apart if not t.point.chunk]),
+        held_out_table_error=_error(profile.table, [t for t in apart if not t.point.chunk]),
+        held_out_mixed_error=_error(profile.mixed, [t for t in apart if t.point.chunk]),
         num_held_out=len(apart),
     )
     return Survey(profile=replace(profile, survey=facts), timed=timed, held_out=apart)
 
 
-def _error(cost: StepCost, timed: Sequence[Timed]) -> float | None:
-    return fit_error(cost, samples(timed)) if timed else None
+def _error(cost: StepCost | None, timed: Sequence[Timed]) -> float | None:
+    return fit_error(cost, samples(timed)) if timed and cost else None
 
 
 def points(engine: Engine) -> list[Point]:
@@ -178,6 +203,7 @@ def points(engine: Engine) -> list[Point]:
     found += [Point(1, w, base) for w in range(limits.max_drafts)]
     found += [Point(n, w, base) for n, w in product(rest, [0, *lengths])]
     found += edge_points(engine.backend.row_buckets, found, limits.max_num_seqs, limits.max_drafts)
+    found += mixed_points(engine)
     found += [Point(n, w, c) for c, n, w in product(contexts, rest, (0, limits.max_drafts))]
     return list(dict.fromkeys(found))
 
@@ -193,6 +219,42 @@ def edge_points(edges: Sequence[int], known: Sequence[Point], max_num_seqs: int,
                 max(shapes, key=lambda p: (p.rows, -abs(p.width - max_drafts // 2)))
             )  # as steps are when pruned
     return found
+
+
+def mixed_points(engine: Engine) -> list[Point]:
+    """Steps with one prompt among their rows, for each padded row count: half of these are of decoding requests that
+    verify half of their drafts, where there are as many slots."""
+    padded, width = engine.backend.mixed_row_buckets, engine.scheduler.limits.max_drafts // 2
+    row_counts = [n for n in padded if n <= MOST_MIXED_ROWS] or MIXED_ROWS
+    return _with_prompt(engine, [(rows // (2 * (width + 1)), width, rows) for rows in row_counts])
+
+
+def held_out_mixed_points(engine: Engine) -> list[Point]:
+    """With other shares of the rows."""
+    width = engine.scheduler.limits.max_drafts
+    return _with_prompt(engine, [(rows // (4 * (width + 1)), width, rows) for rows in HELD_OUT_MIXED_ROWS])
+
+
+def _with_prompt(engine: Engine, shapes: Iterable[tuple[int, int, int]]) -> list[Point]:
+    """(sequences that decode, width, rows of the step) as points, if the engine can run them."""
+    limits, found = engine.scheduler.limits, []
+    context = min(BASE_CONTEXT, max(1, limits.max_model_len - limits.max_drafts - 1))
+    for wanted, width, rows in shapes:
+        count = min(limits.max_num_seqs - 1, max(1, wanted))
+        chunk = rows - count * (width + 1)
+        if count and 0 < chunk < min(limits.max_num_batched_tokens - count, limits.max_model_len):
+            found.append(Point(count, width, context, chunk))
+    return found
+
+
+def mixed_price(decode: StepCost, timed: Iterable[Timed], edges: Sequence[int]) -> TableCost | None:
+    """By row counts, the KV terms as in other steps; None where no such step was timed."""
+    mixed = [t for t in timed if t.point.chunk]
+    if not mixed:
+        return None
+    rest = [max(t.verify_ms - decode.kv_ms(t.point.kv_rows, t.point.kv), MIN_MS) for t in mixed]
+    table = fit_table(Samples.of([t.point.rows for t in mixed], rest), staircase=bool(edges), edges=edges)
+    return replace(table, c2=decode.c2, c3=decode.c3)
 
 
 def held_out_points(engine: Engine) -> list[Point]:
@@ -220,8 +282,8 @@ def samples(timed: Iterable[Timed]) -> Samples:
     return Samples.of(
         rows=[t.point.rows for t in timed],
         ms=[t.verify_ms for t in timed],
-        kv_rows=[t.point.rows * t.point.context for t in timed],
-        kv=[t.point.num_sequences * t.point.context for t in timed],
+        kv_rows=[t.point.kv_rows for t in timed],
+        kv=[t.point.kv for t in timed],
     )
 
 
@@ -256,14 +318,25 @@ def survey_table(survey: Survey) -> Table:
     """Step times for eyes, and how far the two models are off on shapes they were not fitted to."""
     profile = survey.profile
     table = Table(title=f"{profile.key.target} + {profile.key.drafter} on {profile.key.device}", title_justify="left")
-    for name in ("sequences", "width", "context", "rows", "draft ms", "verify ms", "linear ms", "table ms", "held out"):
+    for name in (
+        "sequences",
+        "width",
+        "context",
+        "prompt",
+        "rows",
+        "draft ms",
+        "verify ms",
+        "linear ms",
+        "table ms",
+        "held out",
+    ):
         table.add_column(name, justify="right")
     for timed in (*survey.timed, *survey.held_out):
         point = timed.point
         counts = np.full(point.num_sequences, 1), np.full(point.num_sequences, point.context)
         widths = np.full(point.num_sequences, point.width)
         predicted = [f"{cost.step_ms(*counts, widths):.2f}" for cost in (profile.linear, profile.table)]
-        shape = [str(n) for n in (point.num_sequences, point.width, point.context, point.rows)]
+        shape = [str(n) for n in (point.num_sequences, point.width, point.context, point.chunk, point.rows)]
         mark = "yes" if timed in survey.held_out else ""
         table.add_row(*shape, f"{timed.draft_ms:.2f}", f"{timed.verify_ms:.2f}", *predicted, mark)
     table.caption = _caption(profile.survey)
@@ -273,7 +346,11 @@ def survey_table(survey: Survey) -> Table:
 def _caption(facts: SurveyFacts | None) -> str:
     if facts is None or not facts.num_held_out:
         return "no time was left for shapes to be held out"
-    errors = {"linear": facts.held_out_linear_error, "table": facts.held_out_table_error}
+    errors = {
+        "linear": facts.held_out_linear_error,
+        "table": facts.held_out_table_error,
+        "with a prompt": facts.held_out_mixed_error,
+    }
     shown = ", ".join(f"{name} {error:.1%}" for name, error in errors.items() if error is not None)
     return f"mean error on the {facts.num_held_out} shapes held out: {shown}"
 
@@ -316,8 +393,9 @@ def _time(engine: Engine, wanted: Sequence[Point], needed: Sequence[Point], budg
             continue
         try:
             step = time_step(
-                engine, num_sequences=point.num_sequences, width=point.width, context=point.context, repeats=repeats
-            )
+                engine, num_sequences=point.num_sequences, width=point.width, context=point.context, chunk=point.chunk,
+                repeats=repeats,
+            )  # fmt: skip
         except CapacityError:
             too_large.add(point)
             continue

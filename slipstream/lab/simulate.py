@@ -150,7 +150,9 @@ def simulate(case: Case, inputs: Inputs, options: SimulateOptions) -> Outcome:
         )
     )  # fmt: skip
     exposed_ms = options.exposed()[policy.waits_for]
-    prices = Prices(step=profile.step, draft=profile.draft, exposed_ms=exposed_ms, prefill=options.prefill)
+    prices = Prices(
+        step=profile.step, draft=profile.draft, mixed=profile.mixed, exposed_ms=exposed_ms, prefill=options.prefill
+    )
     engine = VirtualEngine(
         inputs.trace, policy, prices, num_drafts=contestant.num_drafts, concurrency=load.concurrency,
         max_num_batched_tokens=BATCHED_TOKENS["cuda" if profile.key.device.startswith("cuda") else "cpu"],

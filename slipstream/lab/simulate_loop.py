@@ -56,6 +56,7 @@ class Prices:
 
     step: StepCost
     draft: DraftTimes
+    mixed: StepCost | None = None  # of steps with rows of prompts; None: they cost what others do
     exposed_ms: float = 0.0  # of every step
     prefill: bool = True  # False: rows of prompts are free
 
@@ -130,8 +131,10 @@ class TraceDevice:
         return result, ms, counted
 
     def _ms(self, plan: StepPlan, given_np: Int32s, contexts_np: Int64s, widths_np: Int32s) -> float:
-        draft_ms = self._prices.draft.at(plan.draft_length, plan.num_decode)
-        return draft_ms + self._prices.step.step_ms(given_np.astype(np.int64), contexts_np, widths_np.astype(np.int64))
+        prices = self._prices
+        draft_ms = prices.draft.at(plan.draft_length, plan.num_decode)
+        step = prices.step if len(given_np) == plan.num_decode or prices.mixed is None else prices.mixed
+        return draft_ms + step.step_ms(given_np.astype(np.int64), contexts_np, widths_np.astype(np.int64))
 
 
 class VirtualEngine:

@@ -27,10 +27,11 @@ from slipstream.decide import controller
 from slipstream.decide.confidence import Confidence, ConfidenceStore
 from slipstream.decide.controller import AnyInts, Problem
 from slipstream.decide.cost import CostModel, CostProfile
-from slipstream.decide.policy import Adaptive, FullWidth, Policy, make_policy
+from slipstream.decide.going_rate import GoingRate
+from slipstream.decide.policy import Adaptive, FullWidth, Policy, expected_ms, make_policy, step_cost
 from slipstream.decide.survival import Calibration, Classes, SurvivalModel
 from slipstream.errors import ConfigError
-from slipstream.plan import Decision, StepPlan
+from slipstream.plan import Decision, StepPlan, StepResult
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
@@ -209,19 +210,20 @@ class AgedStore(ConfidenceStore):
 
 def _oracle(setting: Setting) -> Policy:
     profile = setting.profile
-    return Oracle(setting.num_drafts, CostModel(profile.step, profile.draft, corrects=False))
+    return Oracle(setting.num_drafts, CostModel(profile.step, profile.draft, mixed=profile.mixed, corrects=False))
 
 
 class Oracle(FullWidth):
     """Is told before each step how many drafts would be accepted: survival 1 up to there, any draft length, true prices.
 
-    It maximises the rate of each step for itself, as the controller does for all, and that bounds a whole run up to
-    what its steps do to one another.
+    It is the same controller that decides, by the rate of the step and of the last ones together, as the engine's
+    policies do; so it bounds them, up to what steps do to one another.
     """
 
     def __init__(self, num_drafts: int, cost: CostModel) -> None:
         super().__init__(num_drafts)
         self._cost = cost
+        self._going_rate = GoingRate()
         self._runs_np: Ints = np.zeros(0, dtype=np.int64)  # [D]
 
     def foresee(self, runs_np: AnyInts) -> None:
@@ -232,20 +234,32 @@ class Oracle(FullWidth):
         if not plan.num_decode:
             return 0
         survival, caps = self._survival(plan, self.num_drafts), self._caps(plan, self.num_drafts)
+        past_tokens, past_ms = self._going_rate.past(plan.num_decode)
         rates = controller.best_rate_by_length(
             controller.rank_candidates(survival, caps),
             plan.context_upper_bound_np.astype(np.int64),
             plan.num_given_np,
-            plan.num_emitting,
-            self._cost.step,
-            {d: self._cost.draft_ms(d, plan.num_decode) for d in range(int(caps.max()) + 1)},
+            plan.num_emitting + past_tokens,
+            step_cost(plan, self._cost),
+            {d: past_ms + self._cost.draft_ms(d, plan.num_decode) for d in range(int(caps.max()) + 1)},
         )
         return max(rates, key=rates.__getitem__)  # of equals the shortest
 
     def decide(self, plan: StepPlan) -> Decision:
-        length, caps, step = plan.draft_length, self._caps(plan, plan.draft_length), self._cost.step
-        if not length:
-            return Decision(widths_np=caps, budget=None, caps_np=caps)
+        caps = self._caps(plan, plan.draft_length)
+        widths = self._widths(plan, caps) if plan.draft_length else caps
+        decision = Decision(widths_np=widths, budget=None, caps_np=caps)
+        if plan.num_decode and self._going_rate.counts(plan.step):
+            self._going_rate.price(plan, expected_ms(plan, decision, self._cost))
+        return decision
+
+    def learn(self, plan: StepPlan, result: StepResult) -> None:
+        if plan.num_decode:
+            self._going_rate.count(plan, result)
+
+    def _widths(self, plan: StepPlan, caps: NDArray[np.int32]) -> NDArray[np.int32]:
+        step, length = step_cost(plan, self._cost), plan.draft_length
+        past_tokens, past_ms = self._going_rate.past(plan.num_decode)
         widths = controller.decide_widths(
             Problem(
                 rule=controller.rule_for(step, budget=False, causal=False),
@@ -254,12 +268,12 @@ class Oracle(FullWidth):
                 caps_np=caps,
                 kv_np=plan.context_upper_bound_np.astype(np.int64),
                 given_np=plan.num_given_np,
-                num_emitting=plan.num_emitting,
+                num_emitting=plan.num_emitting + past_tokens,
                 cost=step,
-                draft_ms=self._cost.draft_ms(length, plan.num_decode),
+                draft_ms=past_ms + self._cost.draft_ms(length, plan.num_decode),
             )
         )
-        return Decision(widths_np=widths.astype(np.int32), budget=None, caps_np=caps)
+        return widths.astype(np.int32)
 
     def _caps(self, plan: StepPlan, length: int) -> NDArray[np.int32]:
         """[B] drafts that would be accepted."""

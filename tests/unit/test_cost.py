@@ -398,6 +398,27 @@ def test_correction_is_bounded_and_ignores_what_is_no_time():
     assert model.factors.min() >= 1 / 8 - 1e-9
 
 
+def test_steps_with_a_prompt_are_corrected_apart():
+    """They run other kernels: what is learned of them changes the other price by no more than the machine's speed."""
+    cost, mixed = TableCost(rows=(8, 16, 32), ms=(2.0, 3.0, 4.0)), TableCost(rows=(64, 128), ms=(5.0, 6.0))
+    model = CostModel(cost, mixed=mixed)
+    assert (model.step, model.mixed) == (cost, mixed)
+    for step in range(400):
+        model.observe((8, 16, 32)[step % 3], (2.0, 3.0, 4.0)[step % 3])
+        model.observe(100, 9.0, mixed=True)
+    assert model.mixed.ms_of_rows(100) == pytest.approx(9.0, rel=0.05)
+    assert model.mixed.ms_of_rows(64) == pytest.approx(5.0, rel=0.15)  # never seen: it may follow the other a little
+    np.testing.assert_allclose(model.step.curve(1, 32), cost.curve(1, 32), rtol=0.05)
+
+
+def test_without_a_price_of_their_own_steps_with_a_prompt_are_priced_like_others():
+    model = CostModel(LinearCost(4.0, 0.1))
+    for _ in range(200):
+        model.observe(100, 28.0, mixed=True)
+    assert model.mixed == model.step
+    assert model.mixed.ms_of_rows(100) == pytest.approx(28.0, rel=0.05)
+
+
 def test_correction_can_be_off():
     model = CostModel(LinearCost(4.0, 0.1), corrects=False)
     for _ in range(100):

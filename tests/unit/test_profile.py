@@ -1,5 +1,7 @@
 """A profile of a made-up machine whose step times are known exactly."""
 
+import statistics
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,25 +29,35 @@ KEY = ProfileKey(device="cpu: test x2", target="t", drafter="d", dtype="float32"
 
 
 def engine(
-    max_num_seqs: int = 16, max_drafts: int = 7, max_model_len: int = 2048, row_buckets: tuple[int, ...] = ()
-) -> Any:
-    limits = SimpleNamespace(max_num_seqs=max_num_seqs, max_drafts=max_drafts, max_model_len=max_model_len)
-    return SimpleNamespace(scheduler=SimpleNamespace(limits=limits), backend=SimpleNamespace(row_buckets=row_buckets))
+    max_num_seqs: int = 16, max_drafts: int = 7, max_model_len: int = 2048, row_buckets: tuple[int, ...] = (),
+    mixed_row_buckets: tuple[int, ...] = (64, 128, 256),
+) -> Any:  # fmt: skip
+    limits = SimpleNamespace(
+        max_num_seqs=max_num_seqs, max_drafts=max_drafts, max_model_len=max_model_len, max_num_batched_tokens=512
+    )
+    buckets = {"row_buckets": row_buckets, "mixed_row_buckets": mixed_row_buckets if row_buckets else ()}
+    return SimpleNamespace(scheduler=SimpleNamespace(limits=limits), backend=SimpleNamespace(**buckets))
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """20 ms + 0.5 ms a row + KV terms; a draft of 2 ms + 0.1 ms a draft. Returns the shapes that were timed."""
+    """20 ms + 0.5 ms a row + KV terms; with a prompt 10 ms + 0.3 ms a row + KV terms; a draft of 2 ms + 0.1 ms a draft.
+    Returns the shapes that were timed."""
     seen: list[tuple[int, int, int]] = []
 
-    def time_step(engine: Any, *, num_sequences: int, width: int, context: int, repeats: int) -> StepTime:
+    def time_step(
+        engine: Any, *, num_sequences: int, width: int, context: int, repeats: int, chunk: int = 0
+    ) -> StepTime:
         assert width <= engine.scheduler.limits.max_drafts
         assert context + width < engine.scheduler.limits.max_model_len
         if num_sequences * context > 10_000:
             raise CapacityError("pages")
+        assert num_sequences + bool(chunk) <= engine.scheduler.limits.max_num_seqs
+        assert chunk < engine.scheduler.limits.max_model_len
         seen.append((num_sequences, width, context))
         rows = num_sequences * (width + 1)
-        verify = 20 + 0.5 * rows + 1e-4 * rows * context + 1e-3 * num_sequences * context
+        verify = (10 + 0.3 * (rows + chunk) if chunk else 20 + 0.5 * rows) + 1e-4 * rows * context
+        verify += 1e-3 * num_sequences * context
         return StepTime(2 + 0.1 * width if width else 0.0, verify)
 
     monkeypatch.setattr(profile, "time_step", time_step)
@@ -62,12 +74,30 @@ def test_a_linear_machine_is_recovered(machine: list[tuple[int, int, int]]) -> N
     assert found.held_out
     assert found.profile.survey is not None
     assert found.profile.survey.held_out_linear_error == pytest.approx(0, abs=1e-9)
-    assert {(t.point.num_sequences, t.point.width, t.point.context) for t in found.held_out}.isdisjoint(
-        (t.point.num_sequences, t.point.width, t.point.context) for t in found.timed
-    )
+    assert {t.point for t in found.held_out}.isdisjoint(t.point for t in found.timed)
     assert survey_table(found).row_count == len(found.timed) + len(found.held_out)
     assert sum(sample["held_out"] for sample in found.as_dict()["samples"]) == len(found.held_out)
     assert len(found.held_out) == found.profile.survey.num_held_out
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_steps_with_a_prompt_have_a_price_of_their_own(machine: list[tuple[int, int, int]], padded: bool) -> None:
+    found = survey(engine(row_buckets=row_buckets(128) if padded else ()), KEY, budget_s=60)
+    mixed = found.profile.mixed
+    assert mixed is not None
+    assert mixed.rows == ((64, 128, 256) if padded else (64, 128, 256, 512))
+    assert mixed.ms == pytest.approx([10 + 0.3 * rows for rows in mixed.rows])
+    assert (mixed.c2, mixed.c3) == pytest.approx((1e-4, 1e-3), rel=1e-6)
+    assert mixed.staircase == padded
+    assert found.profile.linear.c0 == pytest.approx(20)  # nothing of them in the other price
+    assert found.profile.survey is not None and found.profile.survey.held_out_mixed_error is not None
+    if not padded:
+        assert found.profile.survey.held_out_mixed_error == pytest.approx(0, abs=1e-9)
+    assert "with a prompt" in str(survey_table(found).caption)
+    assert CostProfile.load(found.profile.save()) == found.profile
+    model = found.profile.model()
+    assert (model.step, model.mixed) == (found.profile.step, mixed)
+    assert found.profile.model(linear=True).mixed is found.profile.linear
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 64), (1, 7, 16), (64, 16, 8192), (3, 2, 300)])
@@ -89,6 +119,11 @@ def test_padded_steps_are_a_staircase_up_to_the_largest(machine: list[tuple[int,
     found.save()
     assert stored_profile(KEY, padded) is not None
     assert stored_profile(KEY, engine(max_num_seqs=32, row_buckets=edges)) is None
+    replace(found, mixed=None).save()  # made before steps with prompts were timed
+    assert stored_profile(KEY, padded) is None
+    alone = engine(max_num_seqs=1, row_buckets=(1, 2, 4, 8))  # nobody prefills beside another
+    measure(alone, KEY, budget_s=60).save()
+    assert stored_profile(KEY, alone) is not None
 
 
 def test_a_stored_profile_is_found_unless_it_is_too_small(machine: list[tuple[int, int, int]]) -> None:
@@ -118,7 +153,7 @@ def test_the_error_on_shapes_held_out_is_told(
     assert facts is not None
     assert facts.held_out_linear_error == pytest.approx(0.2)  # (1.25 - 1) / 1.25
     assert facts.held_out_table_error == pytest.approx(0.2, abs=0.02)
-    assert {p.context for p in (t.point for t in found.held_out)} == {2 * profile.BASE_CONTEXT}
+    assert {t.point.context for t in found.held_out if not t.point.chunk} == {2 * profile.BASE_CONTEXT}
     assert facts.num_held_out == len(found.held_out) >= 9
     assert len({t.point.num_sequences for t in found.held_out}) >= 3
     for held in found.held_out:
@@ -137,7 +172,9 @@ def stairs_ms(rows: int, edges: tuple[int, ...]) -> float:
 def test_every_stair_is_measured_and_none_is_smoothed(monkeypatch: pytest.MonkeyPatch) -> None:
     edges = row_buckets(16 * 8)
 
-    def time_step(engine: Any, *, num_sequences: int, width: int, context: int, repeats: int) -> StepTime:
+    def time_step(
+        engine: Any, *, num_sequences: int, width: int, context: int, repeats: int, chunk: int = 0
+    ) -> StepTime:
         return StepTime(0.3 if width else 0.0, stairs_ms(num_sequences * (width + 1), edges))
 
     monkeypatch.setattr(profile, "time_step", time_step)
@@ -153,7 +190,9 @@ def test_a_line_that_is_nearly_right_does_not_replace_stairs(monkeypatch: pytest
     """Within 1%, and yet a row more is free in one place and dear in another."""
     edges = row_buckets(16 * 8)
 
-    def time_step(engine: Any, *, num_sequences: int, width: int, context: int, repeats: int) -> StepTime:
+    def time_step(
+        engine: Any, *, num_sequences: int, width: int, context: int, repeats: int, chunk: int = 0
+    ) -> StepTime:
         padded = min(e for e in edges if e >= num_sequences * (width + 1))
         return StepTime(0.3 if width else 0.0, 20 + 0.05 * padded)
 
@@ -191,8 +230,10 @@ def test_a_slow_machine_is_surveyed_once(plain_ms: float, monkeypatch: pytest.Mo
     now = [0.0]
     monkeypatch.setattr(profile.time, "perf_counter", lambda: now[0])
 
-    def time_step(engine: Any, *, num_sequences: int, width: int, context: int, repeats: int) -> StepTime:
-        rows = num_sequences * (width + 1)
+    def time_step(
+        engine: Any, *, num_sequences: int, width: int, context: int, repeats: int, chunk: int = 0
+    ) -> StepTime:
+        rows = num_sequences * (width + 1) + chunk
         step = StepTime(0.2 * plain_ms if width else 0.0, plain_ms * (1 + 0.05 * rows))
         now[0] += 1e-3 * (repeats + 1) * (step.draft_ms + step.verify_ms)
         return step
@@ -215,17 +256,22 @@ def test_seconds_in_which_the_machine_is_slow_leave_no_trace(share: float, monke
     now = [0.0]
     monkeypatch.setattr(profile.time, "perf_counter", lambda: now[0])
 
-    def time_step(engine: Any, *, num_sequences: int, width: int, context: int, repeats: int) -> StepTime:
-        rows = num_sequences * (width + 1)
-        slow = 6.0 if now[0] % (2.0 / share) < 2.0 else 1.0
-        step = StepTime(slow * (2 + 0.1 * width) if width else 0.0, slow * (20 + 0.5 * rows))
-        now[0] += 1e-3 * (repeats + 1) * (step.draft_ms + step.verify_ms)
-        return step
+    def time_step(
+        engine: Any, *, num_sequences: int, width: int, context: int, repeats: int, chunk: int = 0
+    ) -> StepTime:
+        draft, verify = (2 + 0.1 * width) if width else 0.0, 20 + 0.5 * (num_sequences * (width + 1) + chunk)
+        factors = []
+        for _ in range(repeats + 1):
+            factors.append(6.0 if now[0] % (2.0 / share) < 2.0 else 1.0)
+            now[0] += 1e-3 * factors[-1] * (draft + verify)
+        slow = statistics.median(factors[1:])
+        return StepTime(slow * draft, slow * verify)
 
     monkeypatch.setattr(profile, "time_step", time_step)
     found = survey(engine(), KEY, budget_s=60)
     assert (found.profile.linear.c0, found.profile.linear.c1) == pytest.approx((20, 0.5), rel=1e-6)
-    assert all(t.verify_ms == pytest.approx(20 + 0.5 * t.point.rows) for t in (*found.timed, *found.held_out))
+    wrong = [t for t in (*found.timed, *found.held_out) if t.verify_ms != pytest.approx(20 + 0.5 * t.point.rows)]
+    assert not wrong
     assert len(found.timed) + len(found.held_out) > 40
 
 
