@@ -1,65 +1,219 @@
-"""What lag gains and costs, cell by cell: one shape, one number of requests at a time and one S a command.
+"""What lag gains and costs, cell by cell: a shape, a number of requests at a time, S, and the kind of load.
 
-    python -m bench.lag cell 8b --drafts 7 --concurrency 32                  # acceptance replayed at Qwen3-8B's shape
-    python -m bench.lag cell smollm2 --drafts 16 --concurrency 8 --model runs/model.gguf
+    python -m bench.lag trace --drafts 7 --temperature 1                     # the trace that cells are replayed from
+    python -m bench.lag cell 8b --drafts 7 --concurrency 128,32 --temperature 1   # acceptance replayed, Qwen3-8B's shape
     python -m bench.lag cell 8b --drafts 7 --concurrency 32 --set mt_bench   # one kind of prompts
+    python -m bench.lag cell smollm2 --drafts 16 --concurrency 8 --model runs/model.gguf
+    python -m bench.lag simulate                                             # what simulation says of every 8b cell so far
     python -m bench.lag tables                                               # all cells so far, as docs/LAG.md has them
 
-A cell is one `slipstream bench`: all five modes wave by wave in turn, four times as many requests as run at a time. Its
-JSON goes to bench/results/lag and is named by the cell, so that cells measured apart add up to the whole comparison.
+A cell is one bench: its modes wave by wave in turn, four times as many requests as run at a time. Its JSON goes to
+bench/results/lag and is named by the cell, so that cells measured apart add up to the whole comparison. Cells of one
+command share what they load and, the largest first, the cost model, which is kept beside them.
 """
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from slipstream.config import SamplingParams
+from slipstream.lab.bench_options import BenchOptions, Replay
+from slipstream.lab.variants import LATE
 
 RESULTS = Path(__file__).parent / "results" / "lag"
 DATA = Path(__file__).parent / "data"
 SETS = ("gsm8k", "humaneval", "math500", "mbpp", "mt_bench")
-MODES = ("off", "static", "adaptive", "lag", "lag-budget")
+MODES = ("off", "static", "adaptive", "lag", "lag-budget", LATE)
 REQUESTS_EACH = 4  # of every slot, in a wave
+FEWEST_REQUESTS = 8
+NO_LIMIT = 1 << 30  # tokens of an answer that ends by itself
+SHAPES = {"8b": "random:qwen3-8b", "smollm2": "smollm2-135m"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    shape: str  # 8b or smollm2
+    drafts: int  # S
+    concurrency: int
+    temperature: float = 0.0  # that the trace was taken at, or that the small model is sampled at
+    kind: str | None = None  # of prompts; None: all, mixed
+    fixed: tuple[int, ...] = ()  # widths that are measured beside the modes
+    waves: int = 3
+
+    @property
+    def name(self) -> str:
+        warm = f"t{self.temperature:g}" if self.temperature else None
+        return "-".join(filter(None, (self.shape, f"s{self.drafts}", f"c{self.concurrency}", warm, self.kind)))
+
+    @property
+    def trace(self) -> Path:
+        return trace_path(self.drafts, self.temperature)
+
+    @property
+    def num_requests(self) -> int:
+        return max(FEWEST_REQUESTS, REQUESTS_EACH * self.concurrency)
+
+    def options(self, model: str) -> BenchOptions:
+        """model: where the small one is."""
+        common: dict[str, Any] = {
+            "modes": (*MODES, *(f"fixed:{width}" for width in self.fixed)), "num_speculative_tokens": (self.drafts,),
+            "concurrency": (self.concurrency,), "requests": self.num_requests, "waves": self.waves, "probe": True,
+        }  # fmt: skip
+        if self.shape == "8b":
+            replay = Replay(trace=self.trace, sets=(self.kind,) if self.kind else ())
+            sampling = SamplingParams(max_tokens=NO_LIMIT)
+            return BenchOptions(model=SHAPES["8b"], draft="random", replay=replay, sampling=sampling, **common)
+        sampling = SamplingParams(max_tokens=256, temperature=self.temperature, seed=0 if self.temperature else None)
+        return BenchOptions(
+            model=model, draft="smollm2-135m-dspark", sampling=sampling,
+            prompts=prompts_of((self.kind,) if self.kind else SETS), **common,
+        )  # fmt: skip
+
+
+def trace_path(drafts: int, temperature: float) -> Path:
+    warm = f"-t{temperature:g}" if temperature else ""
+    return DATA / "traces" / f"smollm2-dspark{warm}-s{drafts}.npz"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.command == "trace":
+        return subprocess.run([sys.executable, "-m", "slipstream", *trace_command(options)]).returncode
+    if options.command == "cell":
+        measure(options)
+    elif options.command == "simulate":
+        simulate(options.out)
+    else:
+        print("\n".join([*table(list(cells(options.out))), "", *compared(options.out)]))
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, dest="command")
-    cell = commands.add_parser("cell", help="measure one cell")
-    cell.add_argument("shape", choices=("8b", "smollm2"))
-    cell.add_argument("--drafts", type=int, required=True, help="S; 7 or 16, of which there are traces")
-    cell.add_argument("--concurrency", type=int, required=True)
+    trace = commands.add_parser("trace", help="what is drafted at every token of the small pair's answers")
+    cell = commands.add_parser("cell", help="measure one cell, or several")
+    cell.add_argument("shape", choices=tuple(SHAPES))
+    cell.add_argument("--concurrency", type=_numbers, required=True, help="several: 128,32,8,1")
     cell.add_argument("--set", choices=SETS, help="one kind of prompts (all, mixed)")
+    cell.add_argument("--fixed", type=_numbers, default=(), help="fixed widths measured beside the modes: 2,3,4")
     cell.add_argument("--waves", type=int, default=3)
-    cell.add_argument("--model", default="smollm2-135m", help="where the small model is, if not installed")
-    cell.add_argument("--out", type=Path, default=RESULTS)
-    tables = commands.add_parser("tables", help="print all cells as a table")
-    tables.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args(arguments)
-    if options.command == "tables":
-        print("\n".join(table(list(cells(options.out)))))
-        return 0
-    options.out.mkdir(parents=True, exist_ok=True)
-    return subprocess.run([sys.executable, "-m", "slipstream", *command(options)]).returncode
+    cell.add_argument("--timeline", action="store_true", help="draw two steps of each mode as well")
+    for command in (trace, cell):
+        command.add_argument("--drafts", type=int, required=True, help="S; 7 or 16, of which there are traces")
+        command.add_argument("--temperature", type=float, default=0.0)
+        command.add_argument("--model", default=SHAPES["smollm2"], help="where the small model is, if not installed")
+    for command in (cell, commands.add_parser("tables"), commands.add_parser("simulate")):
+        command.add_argument("--out", type=Path, default=RESULTS)
+    trace.add_argument("--out", type=Path, help="another file")
+    return parser.parse_args(arguments)
 
 
-def command(options: argparse.Namespace) -> list[str]:
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def trace_command(options: argparse.Namespace) -> list[str]:
     """What `slipstream` is asked for."""
-    name = "-".join(filter(None, (options.shape, f"s{options.drafts}", f"c{options.concurrency}", options.set)))
-    if options.shape == "8b":
-        trace = DATA / "traces" / f"smollm2-dspark-s{options.drafts}.npz"
-        served = ["--model", "random:qwen3-8b", "--draft", "random", "--acceptance", str(trace)]
-        served += ["--prompts", options.set] if options.set else []
-    else:
-        served = ["--model", options.model, "--draft", "smollm2-135m-dspark", "--max-tokens", "256"]
-        served += ["--prompts", str(prompts_of((options.set,) if options.set else SETS))]
+    prompts = [part for name in SETS for part in ("--prompts", str(DATA / "prompts" / f"{name}.jsonl"))]
     return [
-        "bench", *served, "--num-speculative-tokens", str(options.drafts), "--concurrency", str(options.concurrency),
-        "--requests", str(REQUESTS_EACH * options.concurrency), "--waves", str(options.waves), "--probe",
-        "--output", str(options.out / f"{name}.json"),
+        "trace", "--model", options.model, "--draft", "smollm2-135m-dspark", *prompts, "--requests", "32",
+        "--num-speculative-tokens", str(options.drafts), "--temperature", f"{options.temperature:g}",
+        "--concurrency", "64", "--out", str(options.out or trace_path(options.drafts, options.temperature)),
     ]  # fmt: skip
+
+
+def measure(options: argparse.Namespace) -> None:
+    """One cell after the other, on models that are loaded once."""
+    import torch
+
+    from slipstream.lab import bench
+    from slipstream.lab.measure import load
+    from slipstream.lab.timeline import Timeline
+    from slipstream.lab.timeline_plot import timeline_plot
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    models = None
+    for concurrency in options.concurrency:
+        start_s = time.perf_counter()
+        cell = Cell(
+            shape=options.shape, drafts=options.drafts, concurrency=concurrency, temperature=options.temperature,
+            kind=options.set, fixed=options.fixed, waves=options.waves,
+        )  # fmt: skip
+        asked, timeline = cell.options(options.model), Timeline()
+        models = models or load(asked.model, asked.draft, asked.engine, asked.speculative)
+        watch = timeline.add if options.timeline else None
+        report = bench.run(asked, lambda line: print(line, file=sys.stderr, flush=True), watch, models).report
+        report["cost_model"] = cost_model(models)
+        write(options.out / f"{cell.name}.json", report)
+        if options.timeline:
+            timeline_plot(options.out / f"{cell.name}.png", timeline.cases)
+        print("\n".join(table([(cell.name, report["rows"])])), f"\n{time.perf_counter() - start_s:.0f} s", flush=True)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def cost_model(models: Any) -> dict[str, Any]:
+    """What the engines of a cell decided by: measured at the start of the first of them."""
+    from slipstream.decide.cost import CostProfile
+    from slipstream.lab.profile import profile_key
+
+    key = profile_key(models.target_name, str(models.drafter_name), models.device, models.dtype)
+    return CostProfile.load(key.path()).to_dict()
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    from slipstream.lab.report import plain_json
+
+    path.write_text(
+        json.dumps(plain_json({"command": f"python -m bench.lag {' '.join(sys.argv[1:])}", **report})) + "\n"
+    )
+
+
+def simulate(folder: Path) -> None:
+    """Every replayed cell again, in simulation: same trace, same requests, at the prices that its engines went by."""
+    from slipstream.decide.cost import CostProfile
+    from slipstream.lab import simulate as lab
+    from slipstream.lab.simulate_options import SimulateOptions
+
+    for name, report in reports(folder):
+        if not name.startswith("8b") or "cost_model" not in report:
+            continue
+        measured, first = {row["mode"]: row for row in report["rows"]}, report["rows"][0]
+        profile = Path("runs") / "cost.json"
+        CostProfile.from_dict(report["cost_model"]).save(profile)
+        policies = [mode for mode in measured if mode != LATE]
+        kind = first["prompts"] if first["prompts"] in SETS else None
+        drafts, waves = measured["lag"]["num_speculative_tokens"], first["waves"]
+        exposed = measured["adaptive"]["gap_us"] - measured["lag"]["gap_us"]
+        options = SimulateOptions(
+            trace=Path(first["acceptance"].removeprefix("replayed from ")), profile=profile, signals=("head",),
+            policies=tuple(policies) + ("oracle", "lag-2", "lag-raw"), num_speculative_tokens=(drafts,),
+            sets=(kind,) if kind else (), concurrency=(first["concurrency"],), requests=first["requests"], waves=waves,
+            calibration="none", exposed_us=f"{max(exposed, 0):.0f}",
+        )  # fmt: skip
+        found = lab.run(options, lambda line: print(line, file=sys.stderr, flush=True))
+        write(folder / f"simulated-{name}.json", {"cell": name, "exposed_us": exposed, "rows": found["rows"]})
+
+
+def reports(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, report) of every cell that was measured, the smaller ones first."""
+
+    def order(path: Path) -> tuple[str, int, int, str]:
+        shape, drafts, at, *kind = path.stem.split("-")
+        return shape, int(drafts[1:]), int(at[1:]), "".join(kind)
+
+    cells = (path for path in folder.glob("*-s*-c*.json") if not path.stem.startswith("simulated"))
+    for path in sorted(cells, key=order):
+        yield path.stem, json.loads(path.read_text(encoding="utf-8"))
 
 
 def prompts_of(sets: Sequence[str], folder: Path = Path("runs")) -> Path:
@@ -75,14 +229,9 @@ def prompts_of(sets: Sequence[str], folder: Path = Path("runs")) -> Path:
 
 
 def cells(folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """(name, rows) of every cell that was measured, the smaller ones first."""
-
-    def order(path: Path) -> tuple[str, int, int, str]:
-        shape, drafts, at, *kind = path.stem.split("-")
-        return shape, int(drafts[1:]), int(at[1:]), "".join(kind)
-
-    for path in sorted(folder.glob("*-s*-c*.json"), key=order):
-        yield path.stem, json.loads(path.read_text(encoding="utf-8"))["rows"]
+    """(name, rows) of every cell."""
+    for name, report in reports(folder):
+        yield name, report["rows"]
 
 
 def table(measured: Sequence[tuple[str, list[dict[str, Any]]]]) -> list[str]:
@@ -93,8 +242,7 @@ def table(measured: Sequence[tuple[str, list[dict[str, Any]]]]) -> list[str]:
     ]
     for name, rows in measured:
         by_mode = {row["mode"]: row for row in rows}
-        for mode in MODES:
-            row = by_mode[mode]
+        for mode, row in by_mode.items():
             over = row["tok_per_s"] / by_mode["static"]["tok_per_s"]
             path = ", ".join(
                 "-" if row[what] is None else f"{row[what]:.0f}" for what in ("decide_us", "build_us", "gap_us")
@@ -105,6 +253,34 @@ def table(measured: Sequence[tuple[str, list[dict[str, Any]]]]) -> list[str]:
                 f"| {path} | {row['device_busy']:.0%} |"
             )
     return lines
+
+
+def compared(folder: Path) -> list[str]:
+    """Markdown: how fast each mode is beside static, measured and simulated."""
+    lines = [
+        "| cell | mode | measured / static | simulated / static | apart | simulated regret |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for name, mode, measured, simulated, regret in ratios(folder):
+        apart = f"{simulated / measured - 1:+.1%}"
+        lines.append(f"| {name} | {mode} | {measured:.3f} | {simulated:.3f} | {apart} | {regret:.1%} |")
+    return lines
+
+
+def ratios(folder: Path) -> Iterator[tuple[str, str, float, float, float]]:
+    """(cell, mode, measured over static, simulated over static, simulated regret to the oracle)."""
+    for name, rows in cells(folder):
+        path = folder / f"simulated-{name}.json"
+        if not path.exists():
+            continue
+        drafts = next(row["num_speculative_tokens"] for row in rows if row["mode"] == "static")
+        simulated = {row["policy"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
+        measured = {row["mode"]: row["tok_per_s"] for row in rows}
+        base = simulated[f"static:{drafts}"]["tok_per_s"]
+        for mode, speed in measured.items():
+            if mode not in ("static", LATE):
+                row = simulated[mode]
+                yield name, mode, speed / measured["static"], row["tok_per_s"] / base, row["regret"]
 
 
 if __name__ == "__main__":

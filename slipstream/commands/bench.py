@@ -24,7 +24,9 @@ def bench(
     model: flags.Model = None,
     draft: flags.MeasuredDraft = None,
     draft_layout: flags.Layout = None,
-    modes: Annotated[str | None, typer.Option(help="Comma-separated. Default: all five.")] = None,
+    modes: Annotated[
+        str | None, typer.Option(help="Comma-separated; lag-late and fixed:N too. Default: all five.")
+    ] = None,
     num_speculative_tokens: Annotated[
         str | None, typer.Option(help="S, or several: 3,7. Default: what the drafter makes, at most 7.")
     ] = None,

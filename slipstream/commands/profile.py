@@ -34,8 +34,13 @@ def profile(
     if not 0 < budget < math.inf:
         raise ConfigError(f"budget is {budget}; it must be a number of seconds above 0")
     options = options_of(locals())
+    speculative = {**options.speculative, "cost_model": "none"}
     if options.model is None:  # the built-in drafter fits the built-in model only
-        options = dataclasses.replace(options, speculative={"draft_model": BenchOptions().draft, **options.speculative})
+        speculative.setdefault("draft_model", BenchOptions().draft)
+    if "draft_model" not in speculative:
+        raise ConfigError("a cost model prices drafts; name a drafter with --draft")
+    # In a mode that prunes, for its engine has all shapes recorded that are timed.
+    options = dataclasses.replace(options, verify="adaptive", speculative=speculative)
 
     from slipstream.lab import profile as lab
 

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from slipstream.backends import Adapt
 from slipstream.config import SamplingParams
+from slipstream.decide.policy import Policy
 from slipstream.device.events import Span
 from slipstream.errors import ConfigError
 from slipstream.lab import ceilings, machine
@@ -18,6 +19,7 @@ from slipstream.lab.dense import DenseTrace
 from slipstream.lab.measure import load, request_params, run_wave, sizes, warm_up
 from slipstream.lab.replay import replay, replay_requests
 from slipstream.lab.report import Settings, bench_row, ceiling_line, row_key
+from slipstream.lab.variants import is_variant, variant
 from slipstream.lab.waves import Wave
 from slipstream.llm import LLM, Completion
 from slipstream.load import Models
@@ -36,20 +38,27 @@ class BenchResult:
     completions: tuple[tuple[Completion, ...], ...]  # of each case, from its first wave
 
 
-def run(options: BenchOptions, say: Callable[[str], None], watch: Watch | None = None) -> BenchResult:
-    """Measure all cases; `say` gets one line per thing done, `watch` the spans of every wave that is probed."""
+def run(
+    options: BenchOptions, say: Callable[[str], None], watch: Watch | None = None, models: Models | None = None
+) -> BenchResult:
+    """Measure all cases; `say` gets one line per thing done, `watch` the spans of every wave that is probed.
+
+    models: those that `options` name, where somebody has loaded them before.
+    """
     texts = read_requests(options)
     trace = None if options.replay is None else read_trace(options.replay)
-    models = load(options.model, options.draft, options.engine, options.speculative)
+    models = models or load(options.model, options.draft, options.engine, options.speculative)
     cases = options.cases()
     served = wave_load(options, texts, models) if trace is None else replayed_load(options, trace, models)
-    llms = [start(models, case, options, served, say) for case in cases]
+    served_by = start_all(models, cases, options, served, say)
+    llms = [llm for llm, _ in served_by]
     found = {**ceilings.ceilings(models.target), **step_times(llms)}
     say(ceiling_line(found))
     waves: list[list[Wave]] = [[] for _ in cases]
     first: list[tuple[Completion, ...]] = []
     for number in range(options.waves):
-        for index, (case, llm) in enumerate(zip(cases, llms, strict=True)):
+        for index, (case, (llm, policy)) in enumerate(zip(cases, served_by, strict=True)):
+            llm.engine.policy = policy
             wave, completions = run_wave(llm, served.prompts, served.params, options.probe)
             waves[index].append(wave)
             if options.probe and watch is not None:
@@ -121,6 +130,23 @@ def wave_prompts(options: BenchOptions, texts: Sequence[str], models: Models) ->
             "lower one of them"
         )
     return [*options.prompts.draw(options.num_requests, models.vocab_size)]
+
+
+def start_all(
+    models: Models, cases: Sequence[Case], options: BenchOptions, served: Load, say: Callable[[str], None]
+) -> list[tuple[LLM, Policy]]:
+    """An engine for each mode, and the policy that it gets for a case's waves: variants of lag share lag's engine."""
+    found: list[tuple[LLM, Policy]] = []
+    lag: dict[tuple[int | None, int], LLM] = {}
+    for case in cases:
+        key = case.num_speculative_tokens, case.concurrency
+        llm = lag.get(key) if is_variant(case.mode) else None
+        llm = llm or start(models, case, options, served, say)
+        policy, num_drafts = llm.engine.policy, llm.engine.scheduler.limits.max_drafts
+        if case.mode == "lag" or is_variant(case.mode):
+            lag[key] = llm
+        found.append((llm, variant(case.mode, policy, num_drafts) if is_variant(case.mode) else policy))
+    return found
 
 
 def start(models: Models, case: Case, options: BenchOptions, served: Load, say: Callable[[str], None]) -> LLM:

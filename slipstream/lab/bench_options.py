@@ -7,6 +7,7 @@ from typing import Any
 
 from slipstream.config import MODES, SamplingParams, SpeculativeConfig
 from slipstream.errors import ConfigError
+from slipstream.lab.variants import LATE, is_variant
 from slipstream.prompts import PromptSource, prompts_name
 
 IGNORED_BY_MODE: Mapping[str, frozenset[str]] = {
@@ -62,8 +63,8 @@ class BenchOptions:
         if self.draft is not None and not isinstance(self.draft, str):
             raise ConfigError(f"draft_model is {self.draft!r}; give a name or a path")
         for mode in self.modes:
-            if mode not in MODES:
-                raise ConfigError(f"modes holds {mode!r}; choose among {', '.join(MODES)}")
+            if mode not in MODES and not is_variant(mode):
+                raise ConfigError(f"modes holds {mode!r}; choose among {', '.join(MODES)}, {LATE} and fixed:N")
         for name in ("modes", "num_speculative_tokens", "concurrency"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
@@ -123,7 +124,7 @@ class BenchOptions:
         return [
             Case(mode=mode, num_speculative_tokens=drafts, concurrency=concurrency)
             for concurrency in self.concurrency
-            for mode in sorted(self.modes, key=MODES.index)
+            for mode in sorted(self.modes, key=lambda mode: MODES.index(mode) if mode in MODES else len(MODES))
             for drafts in (self.num_speculative_tokens if mode != "off" else (None,))
         ]
 
@@ -131,7 +132,8 @@ class BenchOptions:
         """The options that have an effect in the case's mode."""
         fields = {"draft_model": self.draft, "num_speculative_tokens": case.num_speculative_tokens, **self.speculative}
         ignored = IGNORED_BY_MODE.get(case.mode, frozenset())
-        return SpeculativeConfig.for_mode(case.mode, **{k: v for k, v in fields.items() if k not in ignored})
+        mode = "lag" if is_variant(case.mode) else case.mode
+        return SpeculativeConfig.for_mode(mode, **{k: v for k, v in fields.items() if k not in ignored})
 
 
 def label(case: Case) -> str:

@@ -15,7 +15,7 @@ Called by `simulate`; knows neither traces nor loads.
 import importlib.util
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,6 +31,7 @@ from slipstream.decide.going_rate import GoingRate
 from slipstream.decide.policy import Adaptive, FullWidth, Policy, expected_ms, make_policy, step_cost
 from slipstream.decide.survival import Calibration, Classes, SurvivalModel
 from slipstream.errors import ConfigError
+from slipstream.lab.variants import FixedWidth
 from slipstream.plan import Decision, StepPlan, StepResult
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -132,18 +133,6 @@ def _of_engine(mode: str) -> Callable[[Setting], Policy]:
 
 
 # ------------------------------------------------------------------------------------------------------ no engine's own
-
-
-class FixedWidth(FullWidth):
-    """Drafts S and verifies the first so many of them."""
-
-    def __init__(self, num_drafts: int, width: int) -> None:
-        super().__init__(num_drafts)
-        self._width = np.int32(width)
-
-    def decide(self, plan: StepPlan) -> Decision:
-        full = super().decide(plan)
-        return replace(full, widths_np=np.minimum(full.caps_np, self._width))
 
 
 def _aged(name: str) -> Callable[[Setting], Policy]:

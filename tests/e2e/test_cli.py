@@ -180,6 +180,27 @@ def test_bench_reports_all_modes_side_by_side(run: Run, tiny: list[str], tmp_pat
     assert {row["mode"]: row["rows_per_step"] for row in report["rows"][5:]}["off"] <= 2.0
 
 
+def test_bench_takes_variants_of_lag_for_comparison(run: Run, tiny: list[str], tmp_path: Path) -> None:
+    config = tmp_path / "bench.json"
+    config.write_text(json.dumps({"cost_model": "none", "max_tokens": 8, "ignore_eos": True}))
+    modes = ["lag", "lag-late", "fixed:0", "fixed:2"]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"turns": ["one"]}\n{"turns": ["two"]}\n')
+    outcome = run(
+        "bench", *tiny, "--prompts", prompts, "--requests", 2, "--waves", 2, "--modes", ",".join(reversed(modes)), "--config", config, "--json"
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    rows = {row["mode"]: row for row in outcome.json["rows"]}
+    assert list(rows) == ["lag", "fixed:2", "fixed:0", "lag-late"]
+    assert [rows[mode]["output_tokens"] for mode in modes] == 4 * [32]
+    assert rows["fixed:0"]["verified"] == 0 < rows["fixed:0"]["drafted"]
+    assert set(rows["fixed:2"]["width_histogram"]) <= {"0", "1", "2"}
+    assert rows["lag-late"]["width_histogram"] == rows["lag"]["width_histogram"]
+    outcome = run("bench", *tiny, "--prompts", prompts, "--requests", 2, "--modes", "fixed:99", "--max-tokens", 8)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "modes holds 'fixed:99', and 5 tokens are drafted; lower it" in outcome.err
+
+
 def test_profile_is_stored_where_auto_finds_it(run: Run, tiny: list[str], own_home: Path) -> None:
     outcome = run("profile", *tiny, "--budget", 0.5, "--max-num-seqs", 4, "--json")
     assert outcome.code == 0, outcome.err

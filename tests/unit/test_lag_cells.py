@@ -1,6 +1,5 @@
 """Cells of the comparison: what is run for one, and how all of them are told."""
 
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -11,17 +10,29 @@ from slipstream.lab.dense import DenseTrace
 ROOT = Path(__file__).parents[2]
 
 
-def cell(**changes: object) -> Namespace:
-    fields = {"shape": "8b", "drafts": 7, "concurrency": 8, "set": None, "waves": 3, "model": "m", "out": Path("o")}
-    return Namespace(**(fields | changes))
+def test_the_large_shape_replays_the_trace_of_its_kind() -> None:
+    cell = lag.Cell(shape="8b", drafts=16, concurrency=8, temperature=1.0, kind="mbpp", fixed=(2, 4))
+    asked = cell.options("m")
+    assert cell.name == "8b-s16-c8-t1-mbpp"
+    assert asked.replay is not None and asked.replay.trace.name == "smollm2-dspark-t1-s16.npz"
+    assert (asked.replay.sets, asked.requests, asked.num_speculative_tokens) == (("mbpp",), 32, (16,))
+    assert asked.modes[-3:] == ("lag-late", "fixed:2", "fixed:4")
+    assert lag.Cell(shape="8b", drafts=7, concurrency=1).options("m").requests == 8
 
 
-def test_the_large_shape_replays_the_trace_of_its_length() -> None:
-    told = lag.command(cell(drafts=16, set="mbpp"))
-    assert told[told.index("--acceptance") + 1].endswith("smollm2-dspark-s16.npz")
-    assert told[told.index("--prompts") + 1] == "mbpp"
-    assert told[told.index("--requests") + 1] == "32"
-    assert told[told.index("--output") + 1] == "o/8b-s16-c8-mbpp.json"
+def test_the_small_shape_is_sampled_for_real() -> None:
+    cell = lag.Cell(shape="smollm2", drafts=7, concurrency=8, temperature=1.0)
+    asked = cell.options("m.gguf")
+    assert (cell.name, asked.model, asked.replay) == ("smollm2-s7-c8-t1", "m.gguf", None)
+    assert (asked.sampling.temperature, asked.sampling.seed) == (1.0, 0)
+
+
+def test_commands_are_read() -> None:
+    options = lag.parse(["cell", "8b", "--drafts", "7", "--concurrency", "128,32", "--fixed", "2,3"])
+    assert (options.concurrency, options.fixed, options.temperature) == ((128, 32), (2, 3), 0.0)
+    told = lag.trace_command(lag.parse(["trace", "--drafts", "16", "--temperature", "1"]))
+    assert told[-1].endswith("smollm2-dspark-t1-s16.npz")
+    assert told.count("--prompts") == 5
 
 
 def test_prompts_of_several_sets_take_turns(tmp_path: Path) -> None:
@@ -35,10 +46,11 @@ def test_prompts_of_several_sets_take_turns(tmp_path: Path) -> None:
     assert lag.prompts_of(("mbpp",), tmp_path).name == "mbpp.jsonl"
 
 
-@pytest.mark.parametrize("drafts", [7, 16])
-def test_the_kept_traces_are_whole(drafts: int) -> None:
-    trace = DenseTrace.load(lag.DATA / "traces" / f"smollm2-dspark-s{drafts}.npz")
-    assert trace.num_drafts == drafts
+@pytest.mark.parametrize("path", sorted((lag.DATA / "traces").glob("*.npz")), ids=lambda path: path.stem)
+def test_the_kept_traces_are_whole(path: Path) -> None:
+    trace = DenseTrace.load(path)
+    temperature = trace.about["sampling"]["temperature"]
+    assert path == lag.trace_path(trace.num_drafts, temperature)
     assert set(trace.set_names) == set(lag.SETS)
 
 

@@ -18,6 +18,7 @@ from slipstream.decide.policy import Adaptive, FullWidth, make_policy, resolve_s
 from slipstream.decide.record import DecisionRecord, replay
 from slipstream.decide.survival import Calibration
 from slipstream.errors import ConfigError
+from slipstream.lab.variants import Late, variant
 from slipstream.plan import DraftReport, StepPlan, StepResult
 
 S = 4
@@ -271,6 +272,54 @@ def test_prefill_rows_are_priced():
     alone, beside = Drive(made("adaptive")), Drive(made("adaptive"))
     assert alone.widths(rows()[:1], confidence) == [1]
     assert beside.widths(rows(), confidence) == [S, 0]
+
+
+def test_a_step_with_a_prompt_goes_by_its_own_price():
+    """Rows that are free there, padded as it is anyway, are dear in a step without."""
+    rows = lambda: [Row(0, 1), Row(1, 2, prefill=True, given=100, emits=False)]  # noqa: E731
+    drive = Drive(made("adaptive", LinearCost(1.0, 10.0)))
+    drive.policy.cost = CostModel(LinearCost(1.0, 10.0), DraftTimes.constant(0.0), mixed=LinearCost(1.0, 0.0))
+    drafts_only(drive.policy, S)
+    assert drive.widths(rows()[:1], [0.4, 0.4, 0.4, 0.4]) == [0]
+    assert drive.widths(rows(), [0.4, 0.4, 0.4, 0.4]) == [S, 0]
+
+
+def test_the_time_of_a_step_with_a_prompt_corrects_the_price_of_such_steps():
+    policy = made("lag")
+    told = []
+    policy.cost.observe = lambda rows, ms, **rest: told.append((rows, rest["mixed"]))
+    for rows in ([Row(0, 1)], [Row(0, 1), Row(1, 2, prefill=True, given=100)]):
+        plan = plan_of(0, rows)
+        policy.timed(plan, policy.decide(plan), 3.0)
+    assert told == [(1 + S, False), (1 + S + 100, True)]
+
+
+def test_lag_asked_late_decides_what_lag_decides():
+    """The engine waits for this step's confidence, which may be anything: it is not looked at before the next step."""
+    rng, rows = np.random.default_rng(3), [Row(0, 1), Row(1, 2), Row(2, 3)]
+    confidence = rng.uniform(0.2, 1.0, (40, 3, S))
+    lag, late = (made("lag", STAIRS, learns=True) for _ in range(2))
+    early = Drive(lag, overlap=False)
+    widths = [early.widths(rows, said, accepts=lambda w: np.minimum(w, 2)) for said in confidence]
+    for row in rows:
+        row.decode_steps = 0
+    asked_late = Drive(Late(late), overlap=False)
+    assert asked_late.policy.waits_for == "fresh"
+    asked_late.policy.num_drafts = S
+    assert [asked_late.widths(rows, said, accepts=lambda w: np.minimum(w, 2)) for said in confidence] == widths
+    assert len({tuple(w) for w in widths}) > 3
+    with pytest.raises(ConfigError, match="last step"):
+        Late(made("adaptive"))
+
+
+def test_variants_of_lag_are_policies_of_their_own():
+    lag = made("lag")
+    fixed, late = variant("fixed:2", lag, S), variant("lag-late", lag, S)
+    assert Drive(fixed).widths([Row(0, 1), Row(1, 2, cap=1)], [1.0] * S) == [2, 1]
+    assert fixed.signal == late.signal == lag.signal  # what the engine's draft was recorded with
+    assert late._lagged is not lag
+    with pytest.raises(ConfigError, match="fixed:5"):
+        variant("fixed:5", lag, S)
 
 
 def test_skipped_and_verified_0_keep_what_is_known():
