@@ -187,7 +187,8 @@ def test_bench_takes_variants_of_lag_for_comparison(run: Run, tiny: list[str], t
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"turns": ["one"]}\n{"turns": ["two"]}\n')
     outcome = run(
-        "bench", *tiny, "--prompts", prompts, "--requests", 2, "--waves", 2, "--modes", ",".join(reversed(modes)), "--config", config, "--json"
+        "bench", *tiny, "--prompts", prompts, "--requests", 2, "--waves", 2, "--modes", ",".join(reversed(modes)),
+        "--config", config, "--json",
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
     rows = {row["mode"]: row for row in outcome.json["rows"]}
