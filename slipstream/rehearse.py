@@ -87,9 +87,11 @@ def _made_up_requests(engine: Engine, shape: _Shape) -> Iterator[StepPlan]:
         raise CapacityError(f"a step of {shape} needs {per_sequence * count} KV pages")
     taken = pages.take(per_sequence * count)
     writes = [(i // per_sequence, i % per_sequence, page) for i, page in enumerate(taken)]
-    known = np.zeros(shape.num_positions, np.int32)
+    # Tokens that differ, as in service: where rows are all alike, a GPU draws less power and keeps a higher clock.
+    known = np.random.default_rng(0).integers(engine.vocab_size, size=(count, shape.num_positions), dtype=np.int32)
     admissions = tuple(
-        Admission(slot=slot, token_ids_np=known, temperature=0.0, top_k=0, top_p=1.0, seed=0) for slot in range(count)
+        Admission(slot=slot, token_ids_np=known[slot], temperature=0.0, top_k=0, top_p=1.0, seed=0)
+        for slot in range(count)
     )
     try:
         setup = _plan(replace(shape, draft_length=0), admissions, np.array(writes, np.int32))

@@ -29,6 +29,7 @@ from slipstream.decide.cost import (
     fit_table,
     make_profile,
 )
+from slipstream.decide.pace import draft_lengths
 from slipstream.engine import Engine
 from slipstream.errors import CapacityError, ConfigError
 from slipstream.lab.machine import device_label, versions
@@ -166,8 +167,9 @@ def survey(engine: Engine, key: ProfileKey, budget_s: float) -> Survey:
         raise CapacityError("not a single step fits in the KV memory; raise kv_memory or lower max_num_seqs")
     edges = engine.backend.row_buckets
     decode = [t for t in timed if not t.point.chunk]
+    drafted = [t for t in decode if _drafted(engine, t.point.width) == t.point.width]
     profile = make_profile(
-        key, samples(decode), draft_times(decode), staircase=bool(edges), versions=versions(), edges=edges
+        key, samples(decode), draft_times(drafted), staircase=bool(edges), versions=versions(), edges=edges
     )
     profile = replace(profile, mixed=mixed_price(profile.step, timed, engine.backend.mixed_row_buckets))
     # Beyond what was fitted nothing is promised.
@@ -394,7 +396,7 @@ def _time(engine: Engine, wanted: Sequence[Point], needed: Sequence[Point], budg
         try:
             step = time_step(
                 engine, num_sequences=point.num_sequences, width=point.width, context=point.context, chunk=point.chunk,
-                repeats=repeats,
+                draft_length=_drafted(engine, point.width), repeats=repeats,
             )  # fmt: skip
         except CapacityError:
             too_large.add(point)
@@ -404,6 +406,14 @@ def _time(engine: Engine, wanted: Sequence[Point], needed: Sequence[Point], budg
     if wanted[0] in best and watch.looks:
         best[wanted[0]] = Timed(wanted[0], 0.0, watch.quiet_ms)
     return [timed for point in wanted if (timed := best.get(point)) is not None]
+
+
+def _drafted(engine: Engine, width: int) -> int:
+    """The draft length that `width` is timed with. Where drafts are recorded, lengths between those that a policy may
+    choose are not, and a device that waits for the launches of such a draft would seem slow."""
+    if not engine.backend.row_buckets:
+        return width
+    return min(length for length in draft_lengths(engine.scheduler.limits.max_drafts) if length >= width)
 
 
 def _shortest(tries: Sequence[_Try], watch: "_Watch", needed: bool) -> Timed | None:

@@ -46,7 +46,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     seen: list[tuple[int, int, int]] = []
 
     def time_step(
-        engine: Any, *, num_sequences: int, width: int, context: int, repeats: int, chunk: int = 0
+        engine: Any, *, num_sequences: int, width: int, context: int, repeats: int, chunk: int = 0, **drafted: int
     ) -> StepTime:
         assert width <= engine.scheduler.limits.max_drafts
         assert context + width < engine.scheduler.limits.max_model_len
@@ -173,7 +173,7 @@ def test_every_stair_is_measured_and_none_is_smoothed(monkeypatch: pytest.Monkey
     edges = row_buckets(16 * 8)
 
     def time_step(
-        engine: Any, *, num_sequences: int, width: int, context: int, repeats: int, chunk: int = 0
+        engine: Any, *, num_sequences: int, width: int, context: int, repeats: int, chunk: int = 0, **drafted: int
     ) -> StepTime:
         return StepTime(0.3 if width else 0.0, stairs_ms(num_sequences * (width + 1), edges))
 
@@ -191,7 +191,7 @@ def test_a_line_that_is_nearly_right_does_not_replace_stairs(monkeypatch: pytest
     edges = row_buckets(16 * 8)
 
     def time_step(
-        engine: Any, *, num_sequences: int, width: int, context: int, repeats: int, chunk: int = 0
+        engine: Any, *, num_sequences: int, width: int, context: int, repeats: int, chunk: int = 0, **drafted: int
     ) -> StepTime:
         padded = min(e for e in edges if e >= num_sequences * (width + 1))
         return StepTime(0.3 if width else 0.0, 20 + 0.05 * padded)
@@ -201,6 +201,20 @@ def test_a_line_that_is_nearly_right_does_not_replace_stairs(monkeypatch: pytest
     assert found.linear_error < 0.01
     assert found.use == "table"
     assert found.step.curve(65, 16).tolist() == pytest.approx([20 + 0.05 * 80] * 16)
+
+
+def test_where_drafts_are_recorded_only_recorded_lengths_are_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In between, the device would wait for launches: 9 ms here, which are nobody's price."""
+
+    def time_step(engine: Any, *, draft_length: int, width: int, **shape: int) -> StepTime:
+        recorded = draft_length in (0, 1, 2, 4, 7)
+        return StepTime(1.0 + draft_length if draft_length else 0.0, 5.0 if recorded else 14.0)
+
+    monkeypatch.setattr(profile, "time_step", time_step)
+    found = survey(engine(row_buckets=row_buckets(128)), KEY, budget_s=60).profile
+    assert found.draft.lengths == (1, 2, 4, 7)
+    assert [found.draft.at(length) for length in (1, 2, 4, 7)] == [2.0, 3.0, 5.0, 8.0]
+    assert set(found.table.ms) == {5.0}
 
 
 def test_draft_times_are_apart_from_the_target(machine: list[tuple[int, int, int]]) -> None:
@@ -231,7 +245,7 @@ def test_a_slow_machine_is_surveyed_once(plain_ms: float, monkeypatch: pytest.Mo
     monkeypatch.setattr(profile.time, "perf_counter", lambda: now[0])
 
     def time_step(
-        engine: Any, *, num_sequences: int, width: int, context: int, repeats: int, chunk: int = 0
+        engine: Any, *, num_sequences: int, width: int, context: int, repeats: int, chunk: int = 0, **drafted: int
     ) -> StepTime:
         rows = num_sequences * (width + 1) + chunk
         step = StepTime(0.2 * plain_ms if width else 0.0, plain_ms * (1 + 0.05 * rows))
@@ -257,7 +271,7 @@ def test_seconds_in_which_the_machine_is_slow_leave_no_trace(share: float, monke
     monkeypatch.setattr(profile.time, "perf_counter", lambda: now[0])
 
     def time_step(
-        engine: Any, *, num_sequences: int, width: int, context: int, repeats: int, chunk: int = 0
+        engine: Any, *, num_sequences: int, width: int, context: int, repeats: int, chunk: int = 0, **drafted: int
     ) -> StepTime:
         draft, verify = (2 + 0.1 * width) if width else 0.0, 20 + 0.5 * (num_sequences * (width + 1) + chunk)
         factors = []
