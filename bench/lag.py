@@ -5,7 +5,7 @@
     python -m bench.lag cell 8b --drafts 7 --concurrency 32 --set mt_bench   # one kind of prompts
     python -m bench.lag cell smollm2 --drafts 16 --concurrency 8 --model runs/model.gguf
     python -m bench.lag simulate                                             # what simulation says of every 8b cell so far
-    python -m bench.lag tables                                               # all cells so far, as docs/LAG.md has them
+    python -m bench.lag tables --page docs/LAG.md                            # all cells so far, into the page
 
 A cell is one bench: its modes wave by wave in turn, four times as many requests as run at a time. Its JSON goes to
 bench/results/lag and is named by the cell, so that cells measured apart add up to the whole comparison. Cells of one
@@ -91,7 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.command == "simulate":
         simulate(options.out)
     else:
-        print("\n".join([*table(list(cells(options.out))), "", *compared(options.out)]))
+        tables = {"cells": table(list(cells(options.out))), "simulated": compared(options.out)}
+        if options.page is not None:
+            fill(options.page, tables)
+        print("\n\n".join("\n".join(lines) for lines in tables.values()))
     return 0
 
 
@@ -110,7 +113,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         command.add_argument("--drafts", type=int, required=True, help="S; 7 or 16, of which there are traces")
         command.add_argument("--temperature", type=float, default=0.0)
         command.add_argument("--model", default=SHAPES["smollm2"], help="where the small model is, if not installed")
-    for command in (cell, commands.add_parser("tables"), commands.add_parser("simulate")):
+    tables = commands.add_parser("tables", help="print what was measured and simulated so far")
+    tables.add_argument("--page", type=Path, help="put the tables into this page as well, where its marks are")
+    for command in (cell, tables, commands.add_parser("simulate", help="the same cells in simulation")):
         command.add_argument("--out", type=Path, default=RESULTS)
     trace.add_argument("--out", type=Path, help="another file")
     return parser.parse_args(arguments)
@@ -154,7 +159,8 @@ def measure(options: argparse.Namespace) -> None:
         report["cost_model"] = cost_model(models)
         write(options.out / f"{cell.name}.json", report)
         if options.timeline:
-            timeline_plot(options.out / f"{cell.name}.png", timeline.cases)
+            shown = {label: spans for label, spans in timeline.cases.items() if not label.startswith("fixed")}
+            timeline_plot(options.out / f"{cell.name}.png", shown)
         print("\n".join(table([(cell.name, report["rows"])])), f"\n{time.perf_counter() - start_s:.0f} s", flush=True)
         gc.collect()
         if torch.cuda.is_available():
@@ -253,6 +259,18 @@ def table(measured: Sequence[tuple[str, list[dict[str, Any]]]]) -> list[str]:
                 f"| {path} | {row['device_busy']:.0%} |"
             )
     return lines
+
+
+def fill(page: Path, tables: dict[str, list[str]]) -> None:
+    """Between <!-- name --> and <!-- end name --> the page gets the table of that name."""
+    text = page.read_text(encoding="utf-8")
+    for name, lines in tables.items():
+        before, begin, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"<!-- end {name} -->")
+        if not end:
+            raise SystemExit(f"{page} has no marks for {name}")
+        text = before + begin + "\n".join(lines) + "\n" + end + after
+    page.write_text(text, encoding="utf-8")
 
 
 def compared(folder: Path) -> list[str]:

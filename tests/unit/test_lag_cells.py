@@ -56,7 +56,16 @@ def test_the_kept_traces_are_whole(path: Path) -> None:
 
 def test_the_page_tells_every_cell_that_was_measured() -> None:
     page = (ROOT / "docs" / "LAG.md").read_text(encoding="utf-8")
-    lines = lag.table(list(lag.cells(lag.RESULTS)))
-    assert len(lines) > 2
+    lines = lag.table(list(lag.cells(lag.RESULTS))) + lag.compared(lag.RESULTS)
+    assert len(lines) > 4
     for line in lines:
         assert line in page
+
+
+def test_tables_go_where_the_page_wants_them(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- cells -->\nold\n<!-- end cells -->\nb\n")
+    lag.fill(page, {"cells": ["| new |", "| 1 |"]})
+    assert page.read_text() == "a\n<!-- cells -->\n| new |\n| 1 |\n<!-- end cells -->\nb\n"
+    with pytest.raises(SystemExit, match="no marks for others"):
+        lag.fill(page, {"others": []})
