@@ -39,6 +39,7 @@ class Ingredients:
     coupled: bool  # the acceptance rule: coupled, or rejection
     samples: bool  # sampled requests get drafts drawn at random
     prunes: bool  # widths below the draft's length are common
+    deterministic: bool = False  # a row's logits must not depend on what shares its step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,6 +57,7 @@ Adapt: TypeAlias = Callable[[Parts], Parts]  # wraps what an engine is about to 
 
 def torch_parts(given: Ingredients) -> Parts:
     """Exact sizes, every operation launched by itself; on any device."""
+    assert not given.deterministic, "refused by `build`"
     models, sizes = given.models, given.sizes
     pools = _make_pools(given)
     drafter = given.made
@@ -93,6 +95,7 @@ def triton_parts(given: Ingredients) -> Parts:
         num_drafts=sizes.num_drafts,
         pads_drafts=captures_drafts,
         graphs=Graphs(models.device) if models.device.type == "cuda" else None,
+        deterministic=given.deterministic,
     )
     drafter = given.made
     if given.network is not None:
@@ -100,14 +103,17 @@ def triton_parts(given: Ingredients) -> Parts:
         drafter = FusedBlockDraft(given.network, pools[1], models.vocab_size, state, workspace, backend.buffers)
     taps = drafter.tap_layers if drafter else ()
     max_outputs = sizes.max_num_seqs * (sizes.num_drafts + 1)
+    rule: Rule = FusedRejectionRule(given.samples, backend.buffers)
+    if given.coupled:
+        rule = FusedCoupledRule(given.samples, backend.buffers, given.deterministic)
     return Parts(
         target=FusedTarget(
             models.target, pools[0], taps, models.vocab_size, state, _workspace(models.target.spec, given),
-            sizes.max_rows, max_outputs,
+            sizes.max_rows, max_outputs, given.deterministic,
         ),
         drafter=drafter,
         backend=backend,
-        rule=(FusedCoupledRule if given.coupled else FusedRejectionRule)(given.samples, backend.buffers),
+        rule=rule,
     )  # fmt: skip
 
 

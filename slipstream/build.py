@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from slipstream.backends import BACKENDS, Adapt, Ingredients
 from slipstream.cache.pages import PageAllocator
-from slipstream.config import DEFAULT_MAX_DRAFTS, NGRAM, EngineConfig, SpeculativeConfig
+from slipstream.config import DEFAULT_MAX_DRAFTS, NGRAM, NOT_DETERMINISTIC, EngineConfig, SpeculativeConfig
 from slipstream.decide.cost import CostModel, CostProfile
 from slipstream.decide.pace import draft_lengths
 from slipstream.decide.policy import FullWidth, Policy, draft_signal, make_policy
@@ -51,7 +51,7 @@ def build_engine(
     parts = BACKENDS[_backend(config, models, notes)](
         Ingredients(
             models=models, sizes=sizes, made=source.made, network=source.network, samples=source.samples,
-            coupled=speculative.acceptance == "coupled", prunes=prunes,
+            coupled=speculative.acceptance == "coupled", prunes=prunes, deterministic=config.deterministic,
         )
     )  # fmt: skip
     parts = parts if adapt is None else adapt(parts)
@@ -69,7 +69,7 @@ def build_engine(
     )
     _capture(engine, draft_lengths(num_drafts) if prunes else (num_drafts,), notes)
     if policy is None and engine.drafter is not None:  # at last: a cost model may have to be measured on the engine
-        engine.policy = _policy(speculative, source, engine, models, notes)
+        engine.policy = _policy(speculative, source, engine, models, notes, config.deterministic)
     return engine
 
 
@@ -77,6 +77,8 @@ def _backend(config: EngineConfig, models: Models, notes: list[Note]) -> str:
     on_gpu, has_triton = models.device.type == "cuda", importlib.util.find_spec("triton") is not None
     if config.backend == "auto":
         found = "triton" if on_gpu and has_triton else "torch"
+        if config.deterministic and found == "torch":
+            raise ConfigError(f"deterministic on {models.device}: {NOT_DETERMINISTIC}")
         reason = "fused kernels and CUDA graphs" if found == "triton" else "no triton" if on_gpu else "no GPU"
         notes.append(("backend", found, reason))
         return found
@@ -211,8 +213,9 @@ def _scheduler(sizes: Sizes, max_draft_context: int) -> Scheduler:
 
 
 def _policy(
-    speculative: SpeculativeConfig, source: DraftSource, engine: Engine, models: Models, notes: list[Note]
-) -> Policy:
+    speculative: SpeculativeConfig, source: DraftSource, engine: Engine, models: Models, notes: list[Note],
+    deterministic: bool,
+) -> Policy:  # fmt: skip
     assert engine.drafter is not None
     calibration = find_calibration(speculative.calibration, source.folder)
     policy, reasons = make_policy(
@@ -220,7 +223,7 @@ def _policy(
         num_drafts=engine.scheduler.limits.max_drafts,
         has_head=engine.drafter.has_confidence_head,
         drafts_sampled=source.samples,
-        cost=_cost_model(speculative, source.name, engine, models, notes),
+        cost=_cost_model(speculative, source.name, engine, models, notes, deterministic),
         calibration=calibration,
         weights=weights_digest(source.folder) if calibration and source.folder else None,
     )
@@ -229,8 +232,9 @@ def _policy(
 
 
 def _cost_model(
-    speculative: SpeculativeConfig, drafter: str, engine: Engine, models: Models, notes: list[Note]
-) -> CostModel | None:
+    speculative: SpeculativeConfig, drafter: str, engine: Engine, models: Models, notes: list[Note],
+    deterministic: bool,
+) -> CostModel | None:  # fmt: skip
     """What steps cost: from the file named, else the profile stored for this pair and machine, else measured now."""
     if not speculative.enable_adaptive_speculative_decode or speculative.cost_model == "none":
         return None
@@ -239,7 +243,7 @@ def _cost_model(
     if speculative.cost_model != "auto":
         notes.append(("cost_model", speculative.cost_model, "as asked"))
         return CostProfile.load(Path(speculative.cost_model)).model(linear=linear)
-    key = profile_key(models.target_name, drafter, models.device, models.dtype)
+    key = profile_key(models.target_name, drafter, models.device, models.dtype, deterministic=deterministic)
     profile = stored_profile(key, engine)
     reason = "stored for this machine and pair"
     if profile is None:

@@ -26,6 +26,11 @@ CALIBRATION_FILE = "calibration.json"  # its name beside the weights of a drafte
 DEFAULT_MAX_DRAFTS = 7  # S when the user names none and the drafter could do more
 MAX_STOPS = 16  # stop strings of one request
 MAX_SIBLINGS = 128  # answers to one prompt
+# Why only the triton backend has `deterministic`, and what there is without it.
+NOT_DETERMINISTIC = (
+    "torch sums in another order for another number of rows, so nothing can be promised; use a GPU with backend triton, or "
+    "dtype float32 without deterministic, where texts of all modes are equal but for ties below 2e-4"
+)
 _LARGEST_FP32 = 3.4e38  # the device keeps temperatures in fp32
 MAX_BIASES = 300  # entries of one request's logit_bias: every slot has room for so many
 
@@ -245,6 +250,8 @@ class EngineConfig:
     seed: int | None = None  # of the seeds drawn for unseeded requests
     overlap: bool = True  # the host runs one step ahead of the device
     backend: str = "auto"  # auto, torch, triton (fused kernels and CUDA graphs; auto on a GPU)
+    # Triton only: a row's logits are the same bits whatever shares its step, so that texts are, in bf16 too (docs/EXACT.md).
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
@@ -259,6 +266,9 @@ class EngineConfig:
         if self.seed is not None and not _is_int(self.seed):
             raise ConfigError(f"seed is {self.seed!r}; it must be a whole number, or None")
         _check_bool("overlap", self.overlap)
+        _check_bool("deterministic", self.deterministic)
+        if self.deterministic and self.backend == "torch":
+            raise ConfigError(f"deterministic with backend 'torch': {NOT_DETERMINISTIC}")
 
 
 Config = TypeVar("Config", SamplingParams, SpeculativeConfig, EngineConfig)

@@ -50,6 +50,7 @@ def bench(
     seed: flags.Seed = None,
     dtype: flags.Dtype = None,
     device: flags.Device = None,
+    deterministic: flags.Deterministic = None,
     probe: Annotated[bool | None, typer.Option("--probe", help="Measure the critical path of a step.")] = None,
     timeline: Annotated[
         list[Path] | None,

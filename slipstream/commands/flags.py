@@ -37,6 +37,9 @@ NumAnswers = Annotated[int | None, typer.Option("--n", help="Answers to the prom
 MaxTokens = Annotated[int | None, typer.Option(help="Output tokens at most. Default: 256.")]
 Dtype = Annotated[str | None, typer.Option(help="auto, bfloat16, float16 or float32. Default: auto.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda. Default: auto.")]
+Deterministic = Annotated[
+    bool | None, typer.Option("--deterministic", help="GPU: the same bits whatever shares a step. Default: no.")
+]
 Config = Annotated[Path | None, typer.Option(help="Options from a JSON or TOML file; flags win over it.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object as the last line of stdout, the rest on stderr.")]
 PromptSets = Annotated[

@@ -37,6 +37,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     dtype: flags.Dtype = None,
     device: flags.Device = None,
+    deterministic: flags.Deterministic = None,
     config: flags.Config = None,
     as_json: flags.Json = False,
 ) -> None:

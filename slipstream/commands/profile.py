@@ -46,7 +46,10 @@ def profile(
 
     llm = start(options)
     models = llm.models
-    key = lab.profile_key(models.target_name, models.drafter_name or "none", models.device, models.dtype)
+    key = lab.profile_key(
+        models.target_name, models.drafter_name or "none", models.device, models.dtype,
+        deterministic=options.engine_config().deterministic,
+    )  # fmt: skip
     survey = lab.survey(llm.engine, key, budget)
     path = survey.profile.save(output)
     out = screen(as_json)

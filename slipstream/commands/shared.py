@@ -44,6 +44,7 @@ _FLAG_FIELDS = frozenset(
         "n",
         "dtype",
         "device",
+        "deterministic",
         "max_num_seqs",
     ]
 )

@@ -34,6 +34,7 @@ def verify_exact(
     seed: Annotated[int | None, typer.Option(help="Of samples and random widths. Default: 0.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 proves; bfloat16 only shows. Default: float32.")] = None,
     device: flags.Device = None,
+    deterministic: flags.Deterministic = None,
     config: flags.Config = None,
     as_json: flags.Json = False,
 ) -> None:

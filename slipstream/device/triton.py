@@ -24,6 +24,8 @@ from slipstream.kernels.attention import Tiles, choose_splits
 from slipstream.plan import NUM_VERDICT_COLUMNS, Decision, StepPlan
 
 PREFILL_BLOCK_Q = 16  # query rows of an attention tile where somebody prefills
+# Of every tile of an engine that is deterministic: with 7 drafts, what is the best for verification.
+DETERMINISTIC_BLOCK_Q = 8
 
 
 def decode_block_q(num_drafts: int) -> int:
@@ -70,15 +72,19 @@ class TritonBackend:
 
     def __init__(
         self, state: SlotState, *, page_size: int, num_kv_heads: int, buckets: Buckets, max_rows: int, num_drafts: int,
-        pads_drafts: bool, graphs: Graphs | None,
+        pads_drafts: bool, graphs: Graphs | None, deterministic: bool = False,
     ) -> None:  # fmt: skip
-        """max_rows: rows of any step, bucketed or not. pads_drafts: drafter and rule take padded sequences."""
+        """max_rows: rows of any step, bucketed or not. pads_drafts: drafter and rule take padded sequences.
+
+        deterministic: attention is cut by positions alone, not by how many rows or sequences a step has.
+        """
         device, num_slots = state.context.device, state.padding_slot
         self.state = state
         self.buckets = buckets
         self.buffers = StepBuffers.make(num_slots, num_drafts, device)
         self.graphs = graphs
         self.captures = graphs is not None
+        self._deterministic = deterministic
         self.row_buckets = buckets.rows
         self.mixed_row_buckets = buckets.prefill_rows
         self._page_size = page_size
@@ -234,13 +240,16 @@ class TritonBackend:
         )  # fmt: skip
 
     def _tiles(self, shape: VerifyShape) -> Tiles:
-        """Decoding sequences have one tile each, with room for the most rows that one may have."""
-        if shape.decode_only:
-            block_q, count = decode_block_q(self._num_drafts), shape.num_sequences
+        """Decoding sequences have one tile each, with room for the most rows that one may have, if that size is free."""
+        if self._deterministic:
+            block_q = DETERMINISTIC_BLOCK_Q
         else:
-            block_q = PREFILL_BLOCK_Q
+            block_q = decode_block_q(self._num_drafts) if shape.decode_only else PREFILL_BLOCK_Q
+        if shape.decode_only and self._num_drafts < block_q:
+            count = shape.num_sequences
+        else:
             count = batch_kernels.max_tiles(shape.num_sequences, shape.num_rows, block_q)
-        splits = choose_splits(count, self._num_kv_heads, self.state.max_len)
+        splits = 1 if self._deterministic else choose_splits(count, self._num_kv_heads, self.state.max_len)
         return Tiles(self._rows.tiles[:count], block_q, splits)
 
     def fill(self, batch: Batch, drafts: Tensor | None) -> Tensor:

@@ -3,8 +3,9 @@
 One pass over the logits: `_row_best` leaves the best token of each (row, tile), `_verdict` joins the tiles, compares
 with the drafts and counts; nothing of size [O, V] is written. Same tokens as `verify.accept.CoupledStep` with
 `ops.sample` and `ops.noise`, up to the rounding of logit / temperature + noise. A row's result depends on nothing but
-the row and its request, so plain decoding and verification agree bit for bit. Fixed launches, no host reads: all of
-it can be captured. Called by the engine's GPU path; knows nothing of how drafts or widths were chosen.
+the row and its request; and on the number of rows, which decides how scores are rounded, unless `block` is given. Fixed
+launches, no host reads: all of it can be captured. Called by the engine's GPU path; knows nothing of how drafts or
+widths were chosen.
 
 Letters in shapes: B padded sequences, O padded output rows, V token ids, S drafts at most, N slots, L positions.
 """
@@ -27,7 +28,7 @@ _INF = tl.constexpr(float("inf"))
 def accept_coupled(
     logits: Tensor, num_token_ids: int, *, output_sequence: Tensor, output_offset: Tensor, cu_outputs: Tensor,
     widths: Tensor, emits: Tensor, drafts: Tensor, slots: Tensor, num_given: Tensor, context: Tensor,
-    temperature: Tensor, seed: Tensor, result: Tensor, is_filtered: bool = False,
+    temperature: Tensor, seed: Tensor, result: Tensor, is_filtered: bool = False, block: int | None = None,
 ) -> None:  # fmt: skip
     """Fill `result`, a verdict [B, NUM_VERDICT_COLUMNS + S + 1] int32 (see `plan`).
 
@@ -35,13 +36,13 @@ def accept_coupled(
     output_offset [O], cu_outputs [B + 1], widths, slots, num_given [B] int64, emits [B] bool; drafts [B or more, S]
     int64, or [D, S] if widths are 0 from row D on; context, seed [N + 1] int64, temperature [N + 1] fp32.
     is_filtered: the logits come from `ops.sample.filter_logits`, that is, are divided by the temperature already.
-    Invalid: a row that a token was taken from holds NaN or +inf, or nothing but -inf.
+    block: see `row_best`. Invalid: a row that a token was taken from holds NaN or +inf, or nothing but -inf.
     """
     num_outputs, num_drafts = logits.shape[0], result.shape[1] - NUM_VERDICT_COLUMNS - 1
     assert drafts.shape[1] >= num_drafts, (drafts.shape, result.shape)
     peaks, scores, ids = row_best(
         logits, num_token_ids, output_sequence=output_sequence, output_offset=output_offset, slots=slots,
-        num_given=num_given, context=context, temperature=temperature, seed=seed, is_filtered=is_filtered,
+        num_given=num_given, context=context, temperature=temperature, seed=seed, is_filtered=is_filtered, block=block,
     )  # fmt: skip
     num_tiles = ids.shape[1]
     _verdict[(len(widths),)](
@@ -55,15 +56,17 @@ def accept_coupled(
 def row_best(
     logits: Tensor, num_token_ids: int, *, output_sequence: Tensor, output_offset: Tensor, slots: Tensor,
     num_given: Tensor, context: Tensor, temperature: Tensor, seed: Tensor, is_filtered: bool = False,
+    block: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Per row and tile of the vocabulary, [O, tiles] each: largest logit fp32, best score fp32, its token id int32.
 
     The score is (logit - largest of the tile) / temperature + noise, so no small temperature can overflow; greedy:
-    0. Arguments as of `accept_coupled`. Rows that are skipped stay unwritten.
+    0. Arguments as of `accept_coupled`. Rows that are skipped stay unwritten. block: tokens of a tile, a power of two;
+    scores are rounded by tile, so that it has to be given where near ties must not hang on the number of rows.
     """
     assert logits.stride(1) == 1, "the logits of a row must lie side by side"
     num_outputs = logits.shape[0]
-    block = tile_size(num_outputs, num_token_ids)
+    block = block or tile_size(num_outputs, num_token_ids)
     num_tiles = triton.cdiv(num_token_ids, block)
     peaks = torch.empty(num_outputs, num_tiles, dtype=torch.float32, device=logits.device)
     scores, ids = torch.empty_like(peaks), torch.empty_like(peaks, dtype=torch.int32)
@@ -89,6 +92,12 @@ def apply(
         result, result.stride(0), num_drafts, slots, num_given, emits, context, token_ids, token_ids.stride(0),
         PLACES=triton.next_power_of_2(num_drafts + 1),
     )  # fmt: skip
+
+
+def deterministic_tile_size(num_token_ids: int) -> int:
+    """Tokens per program for any number of rows: between what is best for few and for many."""
+    whole_row: int = triton.next_power_of_2(num_token_ids)
+    return min(2048, max(16, whole_row))
 
 
 def tile_size(num_rows: int, num_token_ids: int) -> int:

@@ -138,6 +138,17 @@ def launch_options(
     }  # fmt: skip
 
 
+def deterministic_launch(block_q: int, group: int, head_dim: int, dtype: torch.dtype) -> Launch:
+    """For launches of one block_q and one split: a row's result then depends on its own position and keys alone.
+
+    Chunks begin at multiples of chunk_n whatever the tile, and of those that a row does not see nothing reaches it: weights
+    are 0 and the running maximum stays, so that what was summed is multiplied by exactly 1.
+    """
+    if dtype == torch.float32:
+        return Launch(16 if _packed_rows(block_q, group) > 64 else 32, 4, 2)
+    return Launch(64, 8 if _padded(head_dim) > 64 and _packed_rows(block_q, group) > 64 else 4, 3)
+
+
 def _merged(size: int, launch: Launch) -> int:
     """Splits of `size` sums that are loaded at a time when they are merged: what fits into 128 registers of a thread.
 

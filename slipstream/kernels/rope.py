@@ -17,16 +17,18 @@ from torch import Tensor
 # many rows the processors are full anyway. H200: 1 row of 32 heads of 128 2.54 us by 2, 2.70 by 4; 256 rows 4.25 by 8,
 # 4.87 by 4; 256 rows of 9 heads of 64 2.99 by 8, 3.15 by 4.
 _FEW_ROWS, _HEADS_OF_FEW, _HEADS_OF_MANY = 16, 2, 8
+DETERMINISTIC_HEADS = 4  # for any number of rows
 
 
 def rope_and_store(
     qkv: Tensor, positions: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
-    key_pages: Tensor, value_pages: Tensor, kv_slots: Tensor, num_heads: int,
+    key_pages: Tensor, value_pages: Tensor, kv_slots: Tensor, num_heads: int, *, heads_per_program: int | None = None,
 ) -> None:  # fmt: skip
     """Norm and rotate q and k of qkv [R, (nh + 2 nkv) * hd] in place; store k and v at kv_slots [R].
 
     positions [R] int64, those beyond the table are its last; cos_sin [max_position, hd] fp32 as `Rotary` has it; q_norm,
     k_norm [hd] or both None; pages [pages, page_size, nkv, hd]. Rows with the same KV slot must be padding.
+    heads_per_program, a power of two, changes rounding; None: by the number of rows.
     """
     num_rows, head_dim, num_kv_heads = qkv.shape[0], cos_sin.shape[1], key_pages.shape[2]
     heads = num_heads + 2 * num_kv_heads
@@ -34,7 +36,7 @@ def rope_and_store(
     assert qkv.shape[1] == heads * head_dim and qkv.stride(1) == 1, (qkv.shape, qkv.stride())
     assert (q_norm is None) == (k_norm is None) and cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
     if num_rows:
-        heads_per_program = _HEADS_OF_FEW if num_rows <= _FEW_ROWS else _HEADS_OF_MANY
+        heads_per_program = heads_per_program or (_HEADS_OF_FEW if num_rows <= _FEW_ROWS else _HEADS_OF_MANY)
         _rope_kernel[(num_rows, triton.cdiv(heads, heads_per_program))](
             qkv, positions, cos_sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
             key_pages, value_pages, kv_slots, qkv.stride(0), cos_sin.shape[0], eps,

@@ -119,11 +119,12 @@ class Survey:
         }
 
 
-def profile_key(target: str, drafter: str, device: torch.device, dtype: torch.dtype) -> ProfileKey:
-    """What a profile of this pair on this machine is filed under."""
-    return ProfileKey(
-        device=device_label(device), target=target, drafter=drafter, dtype=str(dtype).removeprefix("torch.")
-    )
+def profile_key(
+    target: str, drafter: str, device: torch.device, dtype: torch.dtype, *, deterministic: bool = False
+) -> ProfileKey:
+    """What a profile of this pair on this machine is filed under; a deterministic engine has other kernels, and prices."""
+    kind = str(dtype).removeprefix("torch.") + (" deterministic" if deterministic else "")
+    return ProfileKey(device=device_label(device), target=target, drafter=drafter, dtype=kind)
 
 
 def stored_profile(key: ProfileKey, engine: Engine) -> CostProfile | None:

@@ -222,6 +222,11 @@ class Plan:
         """Whether two orders of summation differ by little enough to compare texts."""
         return self.models.dtype in (torch.float32, torch.float64)
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether not even rounding excuses a text that differs."""
+        return bool(self.options.engine.get("deterministic"))
+
     def greedy(self) -> list[SamplingParams]:
         return [replace(self.options.sampling, temperature=0.0)] * len(self.prompts)
 
@@ -238,7 +243,7 @@ class Plan:
     def conditions(self) -> dict[str, Any]:
         options, sampling = self.options, self.options.sampling
         return {
-            "dtype": str(self.models.dtype).removeprefix("torch."),
+            "dtype": str(self.models.dtype).removeprefix("torch."), "deterministic": self.deterministic,
             "prompts": prompts_name(options.prompts), "requests": len(self.prompts), "max_tokens": sampling.max_tokens,
             "concurrency": options.concurrency, "temperature": sampling.temperature, "top_p": sampling.top_p,
             "top_k": sampling.top_k, "seed": options.seed, "samples": self.samples,
@@ -351,6 +356,12 @@ def text_check(
     if not partings:
         return _unless_vacuous(row)
     widest = max(parting["gap"] for parting in partings)
+    if plan.deterministic:
+        return {
+            **row,
+            "verdict": "differs",
+            "why": f"texts part (top-2 gap {widest:.1e}), which deterministic rules out",
+        }
     if plan.exact_sums:
         if tied == len(partings) <= max(1, len(params) // 100):
             row["why"] = f"{tied} near tie, which fp32 may decide either way"

@@ -28,6 +28,7 @@ def filter_logits(
     min_p: Tensor | None = None,
     any_top_k: bool = True,
     any_top_p: bool = True,
+    divides: bool = True,
 ) -> Tensor:
     """Logits of the distribution to sample from: divided by the temperature, -inf outside top-k, top-p and min-p.
 
@@ -35,7 +36,8 @@ def filter_logits(
     smallest prefix, of what top_k left, whose share is at least top_p. min_p [R] float, 0 = off, None where nobody
     asks: tokens stay whose probability is at least that share of the largest one. The two flags say on the host
     whether any row asks; where none does, nothing is selected. Returns a new [R, V], at least fp32; sampled rows are shifted
-    so that their largest entry is 0, which no sampling rule can see and no small temperature can overflow.
+    so that their largest entry is 0, which no sampling rule can see and no small temperature can overflow. divides=False:
+    what stays is the logits as they came, neither divided nor shifted.
     """
     logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     sampled = (temperature > 0)[:, None]
@@ -46,12 +48,13 @@ def filter_logits(
         kept = _smallest_prefix(key, bits, torch.ones_like(scaled, dtype=torch.float64), top_k.double())
         scaled.masked_fill_(~kept & sampled & (top_k > 0)[:, None], -torch.inf)
     if any_top_p and key is not None:
-        share = scaled.softmax(-1).double()
+        # Not softmax: how it rounds depends on where a row lies in memory. Greedy rows may overflow, nobody looks at them.
+        share = scaled.exp().double()
         kept = _smallest_prefix(key, bits, share, (top_p.double() * share.sum(-1)).clamp_(min=1e-300))
         scaled.masked_fill_(~kept & sampled & (top_p < 1)[:, None], -torch.inf)
     if min_p is not None:
         scaled.masked_fill_((scaled < min_p.to(scaled.dtype).log()[:, None]) & sampled, -torch.inf)
-    return scaled
+    return scaled if divides else torch.where(scaled == -torch.inf, scaled, logits)
 
 
 def coupled_targets(logits: Tensor, temperature: Tensor, noise: Tensor | None) -> Tensor:

@@ -10,11 +10,11 @@ from slipstream.cache.pool import KVPool
 from slipstream.device.batch import Batch
 from slipstream.device.shapes import VerifyShape
 from slipstream.device.state import SlotState
-from slipstream.device.triton import TiledBatch
-from slipstream.kernels.attention import Workspace, paged_attention
-from slipstream.kernels.linear import fused_linear
+from slipstream.device.triton import DETERMINISTIC_BLOCK_Q, TiledBatch
+from slipstream.kernels.attention import Launch, Workspace, deterministic_launch, paged_attention
+from slipstream.kernels.linear import deterministic_linear, fused_linear
 from slipstream.kernels.own_attention import decode_attention
-from slipstream.kernels.rope import rope_and_store
+from slipstream.kernels.rope import DETERMINISTIC_HEADS, rope_and_store
 from slipstream.models.decoder import Decoder
 from slipstream.models.fused import FusedDecoder
 
@@ -28,11 +28,19 @@ class FusedTarget:
 
     def __init__(
         self, decoder: Decoder, pool: KVPool, taps: tuple[int, ...], num_token_ids: int, state: SlotState,
-        workspace: Workspace, max_rows: int, max_outputs: int,
+        workspace: Workspace, max_rows: int, max_outputs: int, deterministic: bool = False,
     ) -> None:  # fmt: skip
+        """deterministic: every kernel is cut one way only, whatever the step, so that a row's logits are the row's alone."""
         spec, device, dtype = decoder.spec, pool.keys.device, pool.keys.dtype
         self.pool = pool
-        self._forward = FusedDecoder(decoder, fused_linear)
+        self._deterministic = deterministic
+        self._forward = FusedDecoder(decoder, deterministic_linear if deterministic else fused_linear)
+        self._launch: Launch | None = None  # None: by the step
+        self._heads_per_program: int | None = None
+        if deterministic:
+            group = spec.num_heads // spec.num_kv_heads
+            self._launch = deterministic_launch(DETERMINISTIC_BLOCK_Q, group, spec.head_dim, dtype)
+            self._heads_per_program = DETERMINISTIC_HEADS
         self._spec, self._state, self._workspace, self._taps = spec, state, workspace, taps
         self._num_token_ids = num_token_ids
         self._norms = [self._forward.head_norms(layer) for layer in range(spec.num_layers)]
@@ -59,10 +67,14 @@ class FusedTarget:
         scale: float = spec.head_dim**-0.5
         window = spec.window(layer)
         # One tile a sequence: nobody waits for the keys of another tile.
-        if shape.decode_only and shape.num_sequences * spec.num_kv_heads <= MOST_FUSED_PAIRS:
+        fits = shape.decode_only and shape.num_sequences * spec.num_kv_heads <= MOST_FUSED_PAIRS
+        if fits and not self._deterministic:
             return decode_attention(
                 qkv, keys, values, batch.tiles, table, *turn, batch.kv_slots, scale, window, self._workspace
             )
-        rope_and_store(qkv, batch.positions, *turn, keys, values, batch.kv_slots, spec.num_heads)
+        rope_and_store(
+            qkv, batch.positions, *turn, keys, values, batch.kv_slots, spec.num_heads,
+            heads_per_program=self._heads_per_program,
+        )  # fmt: skip
         q = qkv[:, : spec.num_q_dims].view(len(qkv), spec.num_heads, spec.head_dim)
-        return paged_attention(q, keys, values, batch.tiles, table, scale, window, self._workspace)
+        return paged_attention(q, keys, values, batch.tiles, table, scale, window, self._workspace, launch=self._launch)

@@ -17,7 +17,7 @@ from slipstream.device.batch import Batch
 from slipstream.device.shapes import VerifyShape
 from slipstream.device.state import PlanOnDevice, SlotState
 from slipstream.device.triton import StepBuffers, TiledBatch
-from slipstream.kernels.accept import accept_coupled
+from slipstream.kernels.accept import accept_coupled, deterministic_tile_size
 from slipstream.kernels.reject import accept_rejection
 from slipstream.ops.noise import CounterSource, gumbel
 from slipstream.ops.sample import coupled_targets
@@ -28,14 +28,17 @@ from slipstream.verify.accept import Asked, RejectionStep, Verdict, law_of, view
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedCoupledRule:
-    """`CoupledRule` by kernels, over padded rows."""
+    """`CoupledRule` by kernels, over padded rows. deterministic: near ties fall the same way whatever shares the step."""
 
     sample_drafts: bool
     buffers: StepBuffers
+    deterministic: bool = False
     captures: ClassVar[bool] = True
 
     def begin(self, state: SlotState, loaded: PlanOnDevice, plan: StepPlan, vocab_size: int) -> "FusedCoupledStep":
-        return FusedCoupledStep(state, loaded, vocab_size, self.sample_drafts, self.buffers, Asked.of(plan))
+        return FusedCoupledStep(
+            state, loaded, vocab_size, self.sample_drafts, self.buffers, Asked.of(plan), self.deterministic
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +49,7 @@ class FusedCoupledStep:
     sample_drafts: bool
     buffers: StepBuffers
     asked: Asked
+    deterministic: bool
     shares_noise: ClassVar[bool] = True
 
     def reading_temperature(self, count: int) -> Tensor:
@@ -71,7 +75,11 @@ class FusedCoupledStep:
     def judge(
         self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_prob: Tensor | None, shape: VerifyShape
     ) -> Verdict:
-        return _judge(accept_coupled, batch, logits, self.vocab_size, self.state, self.buffers, self.asked, shape)
+        block = deterministic_tile_size(self.vocab_size) if self.deterministic else None
+        return _judge(
+            partial(accept_coupled, block=block), batch, logits, self.vocab_size, self.state, self.buffers, self.asked,
+            shape, divides=not self.deterministic,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,25 +112,29 @@ class FusedRejectionStep(RejectionStep):
 
 def _judge(
     accept: Callable[..., None], batch: Batch, logits: Tensor, vocab_size: int, state: SlotState, buffers: StepBuffers,
-    asked: Asked, shape: VerifyShape,
+    asked: Asked, shape: VerifyShape, divides: bool = True,
 ) -> Verdict:  # fmt: skip
-    """The verdict of an acceptance kernel; drafts are where they were held, not an argument."""
+    """The verdict of an acceptance kernel; drafts are where they were held, not an argument.
+
+    divides: where somebody asks for filters, logits come to the kernel divided by the temperature. If not they come as
+    they do where nobody asks, and are rounded as there.
+    """
     assert isinstance(batch, TiledBatch)
     result = buffers.result[: shape.num_sequences]
     accept(
-        _law(state, asked, batch, logits, buffers.drafts) if shape.filtered else logits, vocab_size,
+        _law(state, asked, batch, logits, buffers.drafts, divides) if shape.filtered else logits, vocab_size,
         output_sequence=batch.output_sequence, output_offset=batch.output_offset, cu_outputs=batch.cu_outputs,
         widths=batch.widths, emits=batch.emits, drafts=buffers.drafts, slots=batch.slots, num_given=batch.num_given,
         context=state.context, temperature=state.temperature, seed=state.seed, result=result,
-        is_filtered=shape.filtered,
+        is_filtered=shape.filtered and divides,
     )  # fmt: skip
     return Verdict(result)
 
 
-def _law(state: SlotState, asked: Asked, batch: TiledBatch, logits: Tensor, drafts: Tensor) -> Tensor:
+def _law(state: SlotState, asked: Asked, batch: TiledBatch, logits: Tensor, drafts: Tensor, divides: bool) -> Tensor:
     """logits [O, V] -> see `law_of`; of padding rows anything."""
     sequence = batch.output_sequence.clamp(min=0)
     slots = batch.slots[sequence]
     num_known = state.context[slots] + batch.num_given[sequence]
     histories = Histories(state.token_ids, asked.max_known, slots, num_known, drafts, sequence, batch.output_offset)
-    return law_of(logits, state, asked, histories)
+    return law_of(logits, state, asked, histories, divides=divides)
