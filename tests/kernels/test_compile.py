@@ -29,6 +29,9 @@ VARIANTS = {
         "_row_best": 2, "_verdict": 2, "_apply": 1, "_draw": 2, "_finish": 1, "_confidence": 1,
         "_row_stats": 1, "_judge": 1, "_sum_tiles": 1, "_draw_following": 1,
     },
+    "deterministic": {
+        "_product": 10, "_rms_norm": 2, "_rope_kernel": 2, "_attention_kernel": 2, "_row_best": 3, "_verdict": 2,
+    },
 }  # fmt: skip
 # Registers that these spill are spilled around or in the loop over a whole context.
 KEEP_REGISTERS = {"_attention_kernel", "_own_rows_kernel"}
@@ -200,11 +203,62 @@ def acceptance() -> None:
     accept_rejection(logits, vocabulary - 3, **step, **slot_state, draft_prob=None)
 
 
+def deterministic() -> None:
+    """A step of SmolLM2 and of Qwen3-8B with any number of rows: each product, each kernel between them, in one variant."""
+    from slipstream.device.triton import DETERMINISTIC_BLOCK_Q
+    from slipstream.kernels import accept, rope
+    from slipstream.kernels.attention import Tiles, attention_workspace, deterministic_launch, paged_attention
+    from slipstream.kernels.linear import deterministic_linear
+
+    models = ((576, 9, 3, 64, 1536, 49152), (4096, 32, 8, 128, 12288, 151936))
+    table = torch.zeros(9, 40, dtype=torch.int64)
+    for hidden, num_heads, num_kv_heads, head_dim, inner, vocabulary in models:
+        q, qkv = num_heads * head_dim, (num_heads + 2 * num_kv_heads) * head_dim
+        normed = {"norm": bf16(hidden), "eps": 1e-6}
+        head_norm = None if head_dim == 64 else bf16(head_dim)
+        cos_sin, pages = torch.zeros(4096, head_dim), bf16(2, 4, 16, num_kv_heads, head_dim)
+        space = attention_workspace(num_heads, num_kv_heads, head_dim, DETERMINISTIC_BLOCK_Q, "cpu")
+        launch = deterministic_launch(DETERMINISTIC_BLOCK_Q, num_heads // num_kv_heads, head_dim, torch.bfloat16)
+        weights = [bf16(*size) for size in ((qkv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner))]
+        head, longs = bf16(vocabulary, hidden), torch.zeros(2048, dtype=torch.int64)
+        for rows in (1, 2, 8, 33, 256, 2048):
+            x, heads, tiles = bf16(rows, hidden), bf16(rows, qkv), torch.zeros(rows, 4, dtype=torch.int32)
+            deterministic_linear(x, weights[0], **normed)
+            deterministic_linear(bf16(rows, q), weights[1], residual=x)
+            deterministic_linear(x, weights[2], gated=True, **normed)
+            deterministic_linear(bf16(rows, inner), weights[3], residual=x)
+            at = longs[:rows]
+            rope.rope_and_store(
+                heads, at, cos_sin, head_norm, head_norm, 1e-6, *pages, at, num_heads,
+                heads_per_program=rope.DETERMINISTIC_HEADS,
+            )  # fmt: skip
+            paged_attention(
+                heads.view(rows, -1, head_dim)[:, :num_heads], *pages, Tiles(tiles, DETERMINISTIC_BLOCK_Q, 1), table,
+                0.1, None, space, launch=launch,
+            )  # fmt: skip
+        for rows in (1, 33):
+            at, result = longs[:rows], torch.zeros(rows, 11, dtype=torch.int32)
+            made = deterministic_linear(bf16(rows, hidden), head, **normed)
+            for logits in (made, made.float()):  # of steps in which nobody filters, and somebody
+                accept.accept_coupled(
+                    logits, vocabulary - 3, output_sequence=at, output_offset=at, cu_outputs=longs[: rows + 1],
+                    widths=at, emits=at.bool(), drafts=torch.zeros(rows, 7, dtype=torch.int64), slots=at, num_given=at,
+                    context=at, temperature=torch.zeros(34), seed=at, result=result,
+                    block=accept.deterministic_tile_size(vocabulary),
+                )  # fmt: skip
+
+
 def bf16(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16)
 
 
-PARTS = {"batch": batch_and_rank, "networks": networks, "products": products, "acceptance": acceptance}
+PARTS = {
+    "batch": batch_and_rank,
+    "networks": networks,
+    "products": products,
+    "acceptance": acceptance,
+    "deterministic": deterministic,
+}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a device, every test of a kernel compiles it")
