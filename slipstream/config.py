@@ -267,8 +267,8 @@ class EngineConfig:
             raise ConfigError(f"seed is {self.seed!r}; it must be a whole number, or None")
         _check_bool("overlap", self.overlap)
         _check_bool("deterministic", self.deterministic)
-        if self.deterministic and self.backend == "torch":
-            raise ConfigError(f"deterministic with backend 'torch': {NOT_DETERMINISTIC}")
+        if self.deterministic and (self.backend == "torch" or (self.backend, self.device) == ("auto", "cpu")):
+            raise ConfigError(f"deterministic with device {self.device}, backend {self.backend}: {NOT_DETERMINISTIC}")
 
 
 Config = TypeVar("Config", SamplingParams, SpeculativeConfig, EngineConfig)

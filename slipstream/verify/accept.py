@@ -64,11 +64,13 @@ class Asked:
         return cls(plan.any_top_k, plan.any_top_p, plan.any_min_p, plan.any_penalty, plan.any_edit, most)
 
 
-def law_of(logits: Tensor, state: SlotState, asked: Asked, histories: Histories, *, divides: bool = True) -> Tensor:
+def law_of(
+    logits: Tensor, state: SlotState, asked: Asked, histories: Histories, *, deterministic: bool = False
+) -> Tensor:
     """logits [O, V] as the target gave them -> those to choose tokens by, fp32 at least: the one place that does it.
 
     Penalties and edits (`ops.shape_logits`), each row after the drafts before it; then temperature and filters
-    (`ops.sample`). Slots own the histories. divides=False: filters go by the temperature, what they leave is not divided.
+    (`ops.sample`). Slots own the histories. deterministic: see `filter_logits`; nothing is divided.
     """
     slots = histories.owner
     if asked.any_penalty or asked.any_edit:
@@ -77,7 +79,7 @@ def law_of(logits: Tensor, state: SlotState, asked: Asked, histories: Histories,
     return filter_logits(
         logits, state.temperature[slots], state.top_k[slots], state.top_p[slots],
         min_p=state.min_p[slots] if asked.any_min_p else None, any_top_k=asked.any_top_k, any_top_p=asked.any_top_p,
-        divides=divides,
+        deterministic=deterministic,
     )  # fmt: skip
 
 

@@ -78,7 +78,7 @@ class FusedCoupledStep:
         block = deterministic_tile_size(self.vocab_size) if self.deterministic else None
         return _judge(
             partial(accept_coupled, block=block), batch, logits, self.vocab_size, self.state, self.buffers, self.asked,
-            shape, divides=not self.deterministic,
+            shape, deterministic=self.deterministic,
         )  # fmt: skip
 
 
@@ -112,29 +112,31 @@ class FusedRejectionStep(RejectionStep):
 
 def _judge(
     accept: Callable[..., None], batch: Batch, logits: Tensor, vocab_size: int, state: SlotState, buffers: StepBuffers,
-    asked: Asked, shape: VerifyShape, divides: bool = True,
+    asked: Asked, shape: VerifyShape, deterministic: bool = False,
 ) -> Verdict:  # fmt: skip
     """The verdict of an acceptance kernel; drafts are where they were held, not an argument.
 
-    divides: where somebody asks for filters, logits come to the kernel divided by the temperature. If not they come as
-    they do where nobody asks, and are rounded as there.
+    Where somebody asks for filters, logits come to the kernel divided by the temperature; if deterministic they come
+    as they do where nobody asks, and scores are rounded as there.
     """
     assert isinstance(batch, TiledBatch)
     result = buffers.result[: shape.num_sequences]
     accept(
-        _law(state, asked, batch, logits, buffers.drafts, divides) if shape.filtered else logits, vocab_size,
+        _law(state, asked, batch, logits, buffers.drafts, deterministic) if shape.filtered else logits, vocab_size,
         output_sequence=batch.output_sequence, output_offset=batch.output_offset, cu_outputs=batch.cu_outputs,
         widths=batch.widths, emits=batch.emits, drafts=buffers.drafts, slots=batch.slots, num_given=batch.num_given,
         context=state.context, temperature=state.temperature, seed=state.seed, result=result,
-        is_filtered=shape.filtered and divides,
+        is_filtered=shape.filtered and not deterministic,
     )  # fmt: skip
     return Verdict(result)
 
 
-def _law(state: SlotState, asked: Asked, batch: TiledBatch, logits: Tensor, drafts: Tensor, divides: bool) -> Tensor:
+def _law(
+    state: SlotState, asked: Asked, batch: TiledBatch, logits: Tensor, drafts: Tensor, deterministic: bool
+) -> Tensor:
     """logits [O, V] -> see `law_of`; of padding rows anything."""
     sequence = batch.output_sequence.clamp(min=0)
     slots = batch.slots[sequence]
     num_known = state.context[slots] + batch.num_given[sequence]
     histories = Histories(state.token_ids, asked.max_known, slots, num_known, drafts, sequence, batch.output_offset)
-    return law_of(logits, state, asked, histories, divides=divides)
+    return law_of(logits, state, asked, histories, deterministic=deterministic)

@@ -294,6 +294,7 @@ def refuses(outcome: Outcome, code: int, *says: str) -> None:
         (["--dtype", "int8"], ["dtype is 'int8'", "bfloat16"]),
         (["--device", "tpu"], ["device is 'tpu'", "cpu"]),
         (["--verify", "off", "--num-speculative-tokens", "3"], ["num_speculative_tokens", "no effect"]),
+        (["--deterministic"], ["deterministic", "GPU", "float32"]),
     ],
 )
 def test_wrong_values_are_named(run: Run, tiny: list[str], flags: list[str], says: list[str]) -> None:
@@ -320,6 +321,7 @@ def test_an_unknown_flag_is_wrong_use(run: Run) -> None:
         ({"enable_lag_confidence": "yes"}, ["enable_lag_confidence is 'yes'", "true or false"]),
         ({"adaptive_speculative_min_gain": 0.1}, ["adaptive_speculative_min_gain", "no effect"]),
         ({"page_size": 0}, ["page_size is 0"]),
+        ({"deterministic": "yes"}, ["deterministic is 'yes'", "true or false"]),
     ],
 )
 def test_wrong_options_in_a_file_are_named(

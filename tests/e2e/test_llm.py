@@ -150,6 +150,12 @@ def test_a_backend_that_cannot_run_here_is_refused(monkeypatch):
     assert notes["backend"] == ("torch", "no GPU")
 
 
+@pytest.mark.parametrize("options", [{}, {"backend": "torch"}, {"device": "cpu"}, {"device": "cpu", "backend": "auto"}])
+def test_deterministic_is_refused_where_nothing_can_be_promised(options):
+    with pytest.raises(ConfigError, match=r"deterministic .*backend triton, or dtype float32"):
+        LLM(models_with(), deterministic=True, **options)
+
+
 def test_a_draft_vocabulary_beyond_the_tokenizer_is_refused():
     """Otherwise the first sampled step would index noise that is not there."""
     models = tiny_models("dspark", draft_vocab_size=16)

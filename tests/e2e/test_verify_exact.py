@@ -181,6 +181,20 @@ def test_where_texts_part_the_gap_decides(
     assert (same["verdict"], same["why"]) == ("exact", "")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_engines_are_excused_nothing(options: Make, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """Neither near ties in fp32 nor rounding in 16 bits."""
+    monkeypatch.setattr(exact, "perturbed_gap", lambda *given: 1e-6)
+    monkeypatch.setattr(exact.Plan, "exact_sums", dtype == "float32")
+    plan = plan_of(lambda: replace(options(), engine={"deterministic": True}))
+    other = answers(PLAIN[0], (6, 7, 9), *PLAIN[2:])
+    row = exact.text_check(plan, "seeded", "lag", "coupled", plan.seeded(), answers(*PLAIN), other)
+    assert row["verdict"] == "differs" and "deterministic" in row["why"]
+    assert plan.conditions()["deterministic"]
+    same = exact.text_check(plan, "seeded", "lag", "coupled", plan.seeded(), answers(*PLAIN), answers(*PLAIN))
+    assert same["verdict"] == "exact"
+
+
 def test_two_near_ties_in_four_are_too_many(options: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact, "perturbed_gap", lambda *given: 1e-5)
     plan = plan_of(options)

@@ -22,6 +22,7 @@ from slipstream.models.random_weights import random_decoder, random_drafter
 from slipstream.models.shapes import TARGET_SHAPES, published_dspark
 from slipstream.models.spec import DecoderSpec
 from slipstream.models.synthetic import synthetic_tokenizer
+from slipstream.ops.sample import filter_logits
 from tests.kernels.acceptance import make_case
 from tests.kernels.steps import Shape, Step
 from tests.kernels.test_deterministic import BLOCK_Q, attend, best_of
@@ -88,13 +89,31 @@ def test_scores_beside_a_request_with_filters(num_token_ids: int) -> None:
     case.top_p[:-1:2] = 0.9
     block = deterministic_tile_size(num_token_ids)
     whole = best_of(case, slice(None), block=block)
-    filtered = best_of(case, slice(None), logits=case.filtered(divides=False), block=block)
+    filtered = best_of(case, slice(None), logits=case.filtered(deterministic=True), block=block)
     free = case.top_p[case.tensors["slots"][case.tensors["output_sequence"]]] == 1
     assert 0 < int(free.sum()) < len(free)
     assert all(torch.equal(a[free], b[free]) for a, b in zip(filtered, whole, strict=True))
     for row in range(0, len(free), 5):
         alone = best_of(case, slice(row, row + 1), block=block)
         assert all(torch.equal(a, b[row : row + 1]) for a, b in zip(alone, whole, strict=True))
+
+
+@pytest.mark.parametrize("num_token_ids", [49152, 2501])
+def test_filters(num_token_ids: int) -> None:
+    """Rows of an odd vocabulary lie anywhere in memory; threads add up in any order."""
+    logits = 3 * draw(64, num_token_ids).float()
+    turns = torch.arange(64, device="cuda")
+    inputs = 0.5 + turns / 64, turns % 3 * 50, 1.0 - turns % 5 * 0.02
+
+    def kept(rows: slice) -> Tensor:
+        return filter_logits(logits[rows].clone(), *(x[rows] for x in inputs), deterministic=True)
+
+    whole = kept(slice(None))
+    assert 0 < int((whole == -torch.inf).sum()) < whole.numel()
+    for _ in range(20):
+        assert torch.equal(kept(slice(None)), whole)
+    for rows in (slice(0, 1), slice(5, 6), slice(62, 64), slice(3, 36)):
+        assert torch.equal(kept(rows), whole[rows])
 
 
 # ----------------------------------------------------------------------------------------------------------- the engine

@@ -33,12 +33,14 @@ class Case:
     top_k: Tensor  # [N + 1]
     top_p: Tensor  # [N + 1]
 
-    def filtered(self, divides: bool = True) -> Tensor:
+    def filtered(self, deterministic: bool = False) -> Tensor:
         """[O, V] after temperature and filters; padding rows as whatever comes out."""
         slots = self.tensors["slots"][self.tensors["output_sequence"].clamp(min=0)]
         known, top_k, top_p = self.logits[:, : self.num_token_ids].float(), self.top_k[slots], self.top_p[slots]
         flags = {"any_top_k": bool(top_k.any()), "any_top_p": bool((top_p < 1).any())}
-        return filter_logits(known, self.tensors["temperature"][slots], top_k, top_p, divides=divides, **flags)
+        return filter_logits(
+            known, self.tensors["temperature"][slots], top_k, top_p, deterministic=deterministic, **flags
+        )
 
     def chosen(self) -> Tensor:
         """[O] the target's token of every row."""

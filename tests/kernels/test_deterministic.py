@@ -153,7 +153,7 @@ def test_scores_of_any_number_of_rows_and_beside_filters(dtype: torch.dtype, dev
     whole = best_of(case, slice(None), **options)
     for rows in (slice(0, 1), slice(4, 9), slice(2, None)):
         assert all(torch.equal(a, b[rows]) for a, b in zip(best_of(case, rows, **options), whole, strict=True))
-    filtered = best_of(case, slice(None), logits=case.filtered(divides=False), **options)
+    filtered = best_of(case, slice(None), logits=case.filtered(deterministic=True), **options)
     slots = case.tensors["slots"][case.tensors["output_sequence"]]
     free = case.top_p[slots] == 1
     assert 0 < int(free.sum()) < len(free)
@@ -165,7 +165,7 @@ def test_scores_of_any_number_of_rows_and_beside_filters(dtype: torch.dtype, dev
 def test_filters_give_the_same_tokens_undivided(device: str) -> None:
     case = make_case(device, num_token_ids=2500)
     case.top_p[:-1:2], case.top_k[1:-1:3] = 0.7, 9
-    case.check(case.accept(logits=case.filtered(divides=False), block=2048))
+    case.check(case.accept(logits=case.filtered(deterministic=True), block=2048))
 
 
 # ----------------------------------------------------------------------------------------------------------- the engine

@@ -314,3 +314,5 @@ def test_key_names_machine_and_models() -> None:
     key = profile_key("smollm2-135m", "d", torch.device("cpu"), torch.bfloat16)
     assert key.device.startswith("cpu: ")
     assert key.dtype == "bfloat16"
+    other = profile_key("smollm2-135m", "d", torch.device("cpu"), torch.bfloat16, deterministic=True)
+    assert other.path() != key.path(), "other kernels have other prices"
