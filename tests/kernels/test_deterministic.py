@@ -13,11 +13,12 @@ from torch import Tensor
 
 from slipstream.config import SamplingParams
 from slipstream.draft.ngram import NGramDraft
-from slipstream.kernels.accept import deterministic_tile_size, row_best
+from slipstream.kernels.accept import accept_coupled, deterministic_tile_size, row_best
 from slipstream.kernels.attention import Launch, deterministic_launch, paged_attention
 from slipstream.kernels.linear import deterministic_linear, deterministic_tile, fused_linear
 from slipstream.kernels.rope import DETERMINISTIC_HEADS, rope_and_store
 from slipstream.testing import tiny_models, tiny_spec
+from slipstream.verify import fused_rules
 from tests.kernels.acceptance import make_case
 from tests.kernels.steps import NAN, Shape, Step, assert_close, workspace
 from tests.lossless.harness import on, run
@@ -186,8 +187,17 @@ def served(
     )  # fmt: skip
 
 
-def test_logits_hang_on_the_tokens_before_them_alone(device: str) -> None:
-    """One at a time; and three at a time with drafts, prompts read in chunks of a few tokens."""
+# Who cuts kernels by what a step holds.
+BY_THE_STEP = (
+    "device.triton.choose_splits", "kernels.attention.choose_launch", "kernels.linear.choose_tile",
+    "kernels.accept.tile_size", "verify.fused.decode_attention",
+)  # fmt: skip
+
+
+def test_logits_hang_on_the_tokens_before_them_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at a time; and three at a time with drafts, prompts read in chunks of a few tokens. Nobody asks how many."""
+    for name in BY_THE_STEP:
+        monkeypatch.setattr(f"slipstream.{name}", None)
     found = SameBits()
     few: dict[str, Any] = {"max_tokens": 3}
     plain, looks_up = served(device, "off", found, concurrency=1, **few), NGramDraft(torch.device(device))
@@ -197,6 +207,24 @@ def test_logits_hang_on_the_tokens_before_them_alone(device: str) -> None:
     assert other.answers == plain.answers
     assert len(found.shapes) > 6 and found.num_again > 8
     assert not found.differing, found.differing
+
+
+def test_acceptance_beside_a_request_with_filters(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is given what it is given without: logits that are not divided, in tiles of the same size."""
+    calls: list[tuple[bool, int]] = []
+
+    def recorded(*args: Any, is_filtered: bool, block: int, **options: Any) -> None:
+        calls.append((is_filtered, block))
+        accept_coupled(*args, is_filtered=is_filtered, block=block, **options)
+
+    monkeypatch.setattr(fused_rules, "accept_coupled", recorded)
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=2, top_p=p) for i, p in enumerate((1.0, 0.7))]
+    models, options = on(device, tiny_models(spec=SPEC)), {"backend": "triton", "deterministic": True}
+    found = SameBits()
+    both = run(models, "off", PROMPTS[:2], params, adapt=found.adapt, **options)
+    free = run(models, "off", PROMPTS[:1], params[:1], adapt=found.adapt, **options)
+    assert free.answers == both.answers[:1]
+    assert len(calls) >= 4 and set(calls) == {(False, deterministic_tile_size(SPEC.vocab_size))}
 
 
 @pytest.mark.slow
