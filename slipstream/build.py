@@ -54,6 +54,11 @@ def build_engine(
             coupled=speculative.acceptance == "coupled", prunes=prunes, deterministic=config.deterministic,
         )
     )  # fmt: skip
+    if config.deterministic:
+        rejects = speculative.acceptance == "rejection"
+        notes.append(
+            ("deterministic", True, "of greedy texts; sampled ones depend on drafts" if rejects else "as asked")
+        )
     parts = parts if adapt is None else adapt(parts)
     signal = draft_signal(speculative, has_head=source.has_head, drafts_sampled=source.samples)
     engine = Engine(

@@ -11,12 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench import deterministic as bench
 from slipstream.config import SamplingParams
 from slipstream.draft.ngram import NGramDraft
 from slipstream.kernels.accept import accept_coupled, deterministic_tile_size, row_best
 from slipstream.kernels.attention import Launch, deterministic_launch, paged_attention
 from slipstream.kernels.linear import deterministic_linear, deterministic_tile, fused_linear
 from slipstream.kernels.rope import DETERMINISTIC_HEADS, rope_and_store
+from slipstream.lab.bench_options import BenchOptions
+from slipstream.prompts import MadeUp
 from slipstream.testing import tiny_models, tiny_spec
 from slipstream.verify import fused_rules
 from tests.kernels.acceptance import make_case
@@ -219,8 +222,8 @@ def test_acceptance_beside_a_request_with_filters(device: str, monkeypatch: pyte
 
     monkeypatch.setattr(fused_rules, "accept_coupled", recorded)
     params = [SamplingParams(temperature=0.8, seed=i, max_tokens=2, top_p=p) for i, p in enumerate((1.0, 0.7))]
-    models, options = on(device, tiny_models(spec=SPEC)), {"backend": "triton", "deterministic": True}
-    found = SameBits()
+    models, found = on(device, tiny_models(spec=SPEC)), SameBits()
+    options: dict[str, Any] = {"backend": "triton", "deterministic": True}
     both = run(models, "off", PROMPTS[:2], params, adapt=found.adapt, **options)
     free = run(models, "off", PROMPTS[:1], params[:1], adapt=found.adapt, **options)
     assert free.answers == both.answers[:1]
@@ -243,3 +246,18 @@ def test_logits_of_other_engines_do_depend_on_the_step(device: str) -> None:
     served(device, "off", found, deterministic=False, concurrency=1)
     served(device, "static", found, deterministic=False, concurrency=3, max_num_batched_tokens=5)
     assert found.num_again > 20 and found.differing
+
+
+@pytest.mark.slow
+def test_the_bench_pairs_engines(device: str) -> None:
+    given = BenchOptions(
+        model="tiny", draft="tiny", modes=("off", "static"), num_speculative_tokens=(3,), concurrency=(2,), waves=1,
+        requests=2, prompts=MadeUp(5), sampling=SamplingParams(max_tokens=4, ignore_eos=True),
+        engine={"backend": "triton"},
+    )  # fmt: skip
+    rows = bench.measure(given, on(device, tiny_models("dspark")), lambda line: None)["rows"]
+    assert [(row["mode"], row["deterministic"]) for row in rows] == [
+        ("off", False), ("static", False), ("off", True), ("static", True),
+    ]  # fmt: skip
+    assert [row["same_as_off"] for row in rows[2:]] == [2, 2]
+    assert len(bench.table(rows)) == 4
