@@ -166,7 +166,10 @@ class Engine:
 
     def decide(self, drafted: Drafted) -> Decision:
         with self._span(drafted.plan.step, "decide", "host"):
-            return self.policy.decide(drafted.plan)
+            decision = self.policy.decide(drafted.plan)
+        if decision.reason:
+            self.totals.unpruned[decision.reason] += 1
+        return decision
 
     # ------------------------------------------------------------------ launch: one function per stage
 

@@ -34,6 +34,9 @@ class SpecCounters:
     verified_at: Counter[int] = field(default_factory=Counter)  # position j = 1.. -> times verified
     reached_at: Counter[int] = field(default_factory=Counter)  # times verified after an accepted prefix, in the answer
     accepted_at: Counter[int] = field(default_factory=Counter)
+    unpruned: Counter[str] = field(
+        default_factory=Counter
+    )  # of an engine: steps not pruned, by why; see `Decision.reason`
 
     def count_step(self, drafted: int, width: int, accepted: int, emitted: int) -> None:
         """One decode step of one sequence; `accepted` and `emitted` after stops have cut the step."""
@@ -70,6 +73,7 @@ class SpecCounters:
         self.verified_at.update(other.verified_at)
         self.reached_at.update(other.reached_at)
         self.accepted_at.update(other.accepted_at)
+        self.unpruned.update(other.unpruned)
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -100,6 +104,7 @@ class SpecCounters:
             "acceptance_rate": self.acceptance_rate,
             "mean_accepted_length": self.mean_accepted_length,
             "width_histogram": {str(w): n for w, n in sorted(self.width_histogram.items())},
+            **({"unpruned": dict(self.unpruned)} if self.unpruned else {}),
         }
 
 

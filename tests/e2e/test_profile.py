@@ -110,3 +110,6 @@ def test_without_a_cost_model_nothing_is_pruned_and_it_is_said(
         if step.plan.num_decode and step.plan.caps_np.any():
             assert step.decision is not None and step.decision.reason == NO_COST_MODEL
     assert all(max(completion.spec.width_histogram) == 3 for completion in completions)
+    told = sum(step.decision is not None and bool(step.decision.reason) for step in spy.steps)
+    assert llm.engine.totals.as_dict()["unpruned"] == {NO_COST_MODEL: told}
+    assert told > 3
