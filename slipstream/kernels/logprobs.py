@@ -41,15 +41,15 @@ def _report(logits: Tensor, rows: Tensor, token_ids: Tensor, most: int, out: Ten
     count, vocab_size = len(rows), logits.shape[1]
     block = min(BLOCK, max(16, triton.next_power_of_2(vocab_size)))
     num_tiles = triton.cdiv(vocab_size, block)
-    sums = torch.empty(2, count, num_tiles, dtype=torch.float32, device=logits.device)
-    before = torch.empty(count, num_tiles, dtype=torch.int32, device=logits.device)
+    peaks = torch.empty(count, num_tiles, dtype=torch.float32, device=logits.device)
+    sums, before = torch.empty_like(peaks), torch.empty_like(peaks, dtype=torch.int32)
     best = torch.empty(count, num_tiles, max(most, 1), dtype=torch.int64, device=logits.device)
     _tiles[(num_tiles, count)](
-        logits, logits.stride(0), vocab_size, rows, token_ids, most, sums[0], sums[1], before, best, BLOCK=block,
+        logits, logits.stride(0), vocab_size, rows, token_ids, most, peaks, sums, before, best, BLOCK=block,
         num_warps=8 if block > 2048 else 4,
     )  # fmt: skip
     _join[(count,)](
-        logits, logits.stride(0), vocab_size, rows, token_ids, most, sums[0], sums[1], before, best, num_tiles,
+        logits, logits.stride(0), vocab_size, rows, token_ids, most, peaks, sums, before, best, num_tiles,
         out, out.stride(0), TILES=triton.next_power_of_2(num_tiles), PLACES=triton.next_power_of_2(MAX_LOGPROBS),
     )  # fmt: skip
 
@@ -68,7 +68,7 @@ def _logit(key):
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["most"])
+@triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=["rows", "token_ids"])
 def _tiles(
     logits, row_stride, vocab_size, rows, token_ids, most, peaks, sums, before, best, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -93,7 +93,9 @@ def _tiles(
         key = tl.where(key == top, _LEAST, key)
 
 
-@triton.jit(do_not_specialize=["most", "num_tiles", "out_stride"])
+@triton.jit(
+    do_not_specialize=["most", "num_tiles", "out_stride"], do_not_specialize_on_alignment=["rows", "token_ids", "out"]
+)
 def _join(
     logits, row_stride, vocab_size, rows, token_ids, most, peaks, sums, before, best, num_tiles, out, out_stride,
     TILES: tl.constexpr, PLACES: tl.constexpr,

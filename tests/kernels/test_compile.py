@@ -29,9 +29,10 @@ VARIANTS = {
         "_row_best": 2, "_verdict": 2, "_apply": 1, "_draw": 2, "_finish": 1, "_confidence": 1,
         "_row_stats": 1, "_judge": 1, "_sum_tiles": 1, "_draw_following": 1,
     },
+    "reports": {"_tiles": 2, "_join": 2},
 }  # fmt: skip
-# Registers that these spill are spilled around or in the loop over a whole context.
-KEEP_REGISTERS = {"_attention_kernel", "_own_rows_kernel"}
+# Registers that these spill are spilled around or in the loop over a whole context, or over the top tokens.
+KEEP_REGISTERS = {"_attention_kernel", "_own_rows_kernel", "_tiles", "_join"}
 
 
 class CompilingDriver:
@@ -200,11 +201,27 @@ def acceptance() -> None:
     accept_rejection(logits, vocabulary - 3, **step, **slot_state, draft_prob=None)
 
 
+def reports() -> None:
+    """Log-probabilities over two vocabularies, a variant for each; neither top tokens nor rows make more."""
+    from slipstream.kernels.logprobs import report
+
+    for vocab_size in (49152, 151_936):
+        for count, num_top in ((1, 0), (8, 1), (33, 5), (256, 20)):
+            ids = torch.zeros(count + 1, dtype=torch.int64)
+            report(bf16(4, vocab_size + 64)[:, :vocab_size], ids[1:], ids[:-1], num_top)
+
+
 def bf16(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16)
 
 
-PARTS = {"batch": batch_and_rank, "networks": networks, "products": products, "acceptance": acceptance}
+PARTS = {
+    "batch": batch_and_rank,
+    "networks": networks,
+    "products": products,
+    "acceptance": acceptance,
+    "reports": reports,
+}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a device, every test of a kernel compiles it")

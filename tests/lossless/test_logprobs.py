@@ -149,7 +149,7 @@ def as_scripted(drafter: TableDrafter) -> TableDrafter:
 @pytest.mark.parametrize("widths", [(0, 0, 0, 0), (0, 3, 0, 3), (3, 0, 3, 0), (0, 3, 7, 7)])
 @pytest.mark.parametrize("mode", PRUNING)
 def test_fault_4_with_penalties_and_entries(mode, widths, acceptance):
-    params = mixed(0.0, **{"presence_penalty": 1.1, "repetition_penalty": 1.2})
+    params = mixed(0.0, presence_penalty=1.1, repetition_penalty=1.2)
     wanted = torch.tensor(widths * 8)
     answers = check(llm_for(mode, "some", params, acceptance, lambda view: wanted[view.slots]), params)
     assert [answer.token_ids for answer in answers] == plain_answers(PROMPTS, no_entries(params))

@@ -29,7 +29,9 @@ def check(logits: Tensor, rows: Tensor, token_ids: Tensor, num_top: int, found: 
         rank, value, top = plain_report(logits[row].double().tolist(), token, num_top)
         assert (entry.token_id, entry.rank) == (token, rank)
         assert [at for at, _ in entry.top] == [at for at, _ in top]
-        for mine, wanted in zip([entry.logprob, *(x for _, x in entry.top)], [value, *(x for _, x in top)], strict=True):
+        for mine, wanted in zip(
+            [entry.logprob, *(x for _, x in entry.top)], [value, *(x for _, x in top)], strict=True
+        ):
             assert mine == pytest.approx(wanted, abs=2e-6)
 
 
