@@ -8,6 +8,7 @@ Filled by `verify.report`, taken apart by `commit`. Torch-free.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -95,19 +96,21 @@ class Logbook:
         self.num_tokens += len(report_np)
 
     def entries(self, token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprob, ...]:
-        """Of the tokens, as many as were reported."""
+        """Of the tokens, all of which were reported."""
         assert len(token_ids) == self.num_tokens, (len(token_ids), self.num_tokens)
         tokens = iter(token_ids)
-        return tuple(entry for report in self._reports for entry in entries(tokens, report, num_top))
+        alike = (list(run) for _, run in groupby(self._reports, key=lambda report: report.shape[1]))
+        return tuple(entry for run in alike for entry in entries(tokens, np.concatenate(run), num_top))
 
 
 def entries(token_ids: Iterator[int], report_np: Int32s, num_top: int) -> Iterator[TokenLogprob]:
     """One entry per row of report_np [n, columns], with at most num_top top tokens; takes n of the token ids."""
-    report = np.ascontiguousarray(report_np)
-    most = (report.shape[1] - NUM_REPORT_COLUMNS) // 2
-    ids, values = NUM_REPORT_COLUMNS, NUM_REPORT_COLUMNS + most
-    numbers, logs = report.tolist(), report.view(np.float32).tolist()
-    kept = min(num_top, most)
-    for row, log, token in zip(numbers, logs, token_ids, strict=False):
-        top = tuple(zip(row[ids : ids + kept], log[values : values + kept], strict=True))
-        yield TokenLogprob(token, log[VALUE], row[RANK], top)
+    values_np = np.ascontiguousarray(report_np).view(np.float32)
+    most = (report_np.shape[1] - NUM_REPORT_COLUMNS) // 2
+    ids, values, kept = NUM_REPORT_COLUMNS, NUM_REPORT_COLUMNS + most, min(num_top, most)
+    ranks, logprobs = report_np[:, RANK].tolist(), values_np[:, VALUE].tolist()
+    tokens = list(islice(token_ids, len(ranks)))
+    if not kept:
+        return map(TokenLogprob, tokens, logprobs, ranks)
+    columns = report_np[:, ids : ids + kept].tolist(), values_np[:, values : values + kept].tolist()
+    return map(TokenLogprob, tokens, logprobs, ranks, map(tuple, map(zip, *columns)))

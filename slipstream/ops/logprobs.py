@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.logprobs import NUM_REPORT_COLUMNS, num_columns
 
-ELEMENTS_AT_ONCE = 1 << 22  # of rows times vocabulary: keys of 8 bytes and a few times as much beside them
+ELEMENTS_AT_ONCE = 1 << 20  # of rows times vocabulary: keys of 8 bytes, and a few times as much beside them
 
 
 def report(logits: Tensor, rows: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
