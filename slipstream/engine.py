@@ -279,21 +279,18 @@ class Engine:
         plan = flight.drafted.plan
         with self._span(plan.step, "collect", "wait"):
             result_np = flight.result.wait()
+            logprobs_np = None if flight.logprobs is None else flight.logprobs.wait()
         result = StepResult.of(plan.step, result_np)
         with self._span(plan.step, "commit", "host"):
             self.policy.learn(plan, result)
             if (device_ms := flight.device_ms) is not None:
                 self.policy.timed(plan, flight.decision, sum(device_ms))
-            gains = commit(plan, result, self.scheduler, self._reported(flight))
+            reported = None
+            if plan.logprobs is not None and logprobs_np is not None:
+                reported = Reported.of(plan.logprobs, logprobs_np, self.vocab_size)
+            gains = commit(plan, result, self.scheduler, reported)
         self._hand_out(gains)
         return gains
-
-    def _reported(self, flight: Flight) -> Reported | None:
-        """Part of `collect`: sent right before the result, so it is hardly waited for."""
-        wanted = flight.drafted.plan.logprobs
-        if wanted is None or flight.logprobs is None:
-            return None
-        return Reported.of(wanted, flight.logprobs.wait(), self.vocab_size)
 
     def _hand_out(self, gains: Gains) -> None:
         """Deltas for those who have an inbox, before those that have ended are forgotten."""

@@ -50,6 +50,8 @@ def generate(
         raise RequestError("prompt is empty; give a text to answer")
     options = options_of(locals())
     params = options.sampling_params()
+    if params.wants_logprobs and not as_json:
+        raise RequestError("logprobs: shown with --json only; add it, or drop the option")
     llm = start(options, max_num_seqs=params.n)
     answers = llm.generate([text], params) if raw else llm.chat([user(text)], params)
     show_answers(llm, answers, screen(as_json))

@@ -44,14 +44,17 @@ def report(
 
 
 def _of_outputs(wanted: Wanted, decision: Decision, rows: SomeRows, result: Tensor, backend: Backend) -> Tensor:
-    """[A * places, columns]; behind a sequence's last row that row is repeated."""
-    batch, most = rows.batch, len(rows.logits) - 1
+    """[A * places, columns], place by place from each sequence's first output row on.
+
+    Behind the last token that was emitted stand rows and ids of anything: `commit` does not look at them.
+    """
+    num_rows, num_token_ids = rows.logits.shape
     sequences = backend.send({"sequences": wanted.sequences_np})["sequences"]
     step = torch.arange(_places(wanted, decision), device=result.device)
-    row = batch.cu_outputs[sequences, None] + torch.minimum(step, batch.widths[sequences, None])
-    token_ids = result[sequences, NUM_VERDICT_COLUMNS:][:, : len(step)].long()
-    token_ids = token_ids.clamp_(0, rows.logits.shape[1] - 1)  # behind the last token that was emitted stands anything
-    return backend.report(rows.logits, row.flatten().clamp_(max=most), token_ids.flatten(), wanted.num_top)
+    row = (rows.batch.cu_outputs[sequences, None] + step).clamp_(max=num_rows - 1)
+    token_ids = result[sequences, NUM_VERDICT_COLUMNS : NUM_VERDICT_COLUMNS + len(step)].long()
+    token_ids = token_ids.clamp_(0, num_token_ids - 1)
+    return backend.report(rows.logits, row.flatten(), token_ids.flatten(), wanted.num_top)
 
 
 def _places(wanted: Wanted, decision: Decision) -> int:
