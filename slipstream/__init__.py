@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from slipstream.errors import SlipstreamError
     from slipstream.llm import LLM, Completion
     from slipstream.load import Models, load_models
+    from slipstream.logprobs import TokenLogprob
     from slipstream.stream import Chunk
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ __all__ = [
     "SamplingParams",
     "SlipstreamError",
     "SpeculativeConfig",
+    "TokenLogprob",
     "load_models",
 ]
 
@@ -37,6 +39,7 @@ _HOMES = {
     "SamplingParams": "slipstream.config",
     "SlipstreamError": "slipstream.errors",
     "SpeculativeConfig": "slipstream.config",
+    "TokenLogprob": "slipstream.logprobs",
     "load_models": "slipstream.load",
 }
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 from slipstream.ledger import InFlight, Ledger
+from slipstream.logprobs import Reported, TokenLogprob, Wanted, entries
 from slipstream.plan import Bools, Int32s, Int64s, StepPlan, StepResult
 from slipstream.request import FinishReason, Request
 from slipstream.scheduler import Scheduler
@@ -32,6 +33,7 @@ class Delta:
     accepted: tuple[bool, ...]  # per token: it was an accepted draft
     width: int  # drafts verified in this step
     finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprob, ...] | None = None  # per token; None: not asked for
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +46,7 @@ class Gains(Sequence[Delta]):
     num_accepted_np: Int32s  # [n] how many of those are accepted drafts, which come first
     widths_np: Int32s  # [n]
     finish_reasons: dict[int, FinishReason]  # by index, of those that ended
+    reports: dict[int, Int32s]  # by index, of those that asked for log-probabilities: [kept, columns]
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -57,8 +60,16 @@ class Gains(Sequence[Delta]):
             return [self[i] for i in range(*index.indices(len(self)))]
         token_ids, accepted, widths = self._columns
         request = self.requests[index]
-        reason = self.finish_reasons.get(index % len(widths))
-        return Delta(request, token_ids[index], accepted[index], widths[index], reason)
+        index %= len(widths)
+        reason = self.finish_reasons.get(index)
+        return Delta(request, token_ids[index], accepted[index], widths[index], reason, self._logprobs(index))
+
+    def _logprobs(self, index: int) -> tuple[TokenLogprob, ...] | None:
+        most = self.requests[index].params.logprobs
+        if most is None:
+            return None
+        report = self.reports.get(index)
+        return () if report is None else tuple(entries(iter(self._columns[0][index]), report, most))
 
     @cached_property
     def _columns(self) -> tuple[list[tuple[int, ...]], list[tuple[bool, ...]], list[int]]:
@@ -88,7 +99,7 @@ class _Rows(NamedTuple):
     invalid: Bools
 
 
-def commit(plan: StepPlan, result: StepResult, scheduler: Scheduler) -> Gains:
+def commit(plan: StepPlan, result: StepResult, scheduler: Scheduler, reported: Reported | None = None) -> Gains:
     """Apply a collected step. Requests that end here leave the scheduler."""
     ledger = scheduler.ledger
     rows = _rows(plan, result, scheduler.take_flight(plan.step), ledger)
@@ -98,7 +109,8 @@ def commit(plan: StepPlan, result: StepResult, scheduler: Scheduler) -> Gains:
     ledger.answers.write(rows.slots, rows.token_ids, rows.num_accepted, kept)
     _stamp(rows, ledger)
     accepted = np.minimum(rows.num_accepted, kept) if reasons else rows.num_accepted
-    gains = Gains(rows.requests, rows.token_ids, kept, accepted, rows.widths, reasons)
+    reports = {} if reported is None or plan.logprobs is None else _report(plan, plan.logprobs, reported, rows, kept)
+    gains = Gains(rows.requests, rows.token_ids, kept, accepted, rows.widths, reasons, reports)
     _count(plan.draft_length, rows, gains, ledger)
     for index in sorted(reasons):
         scheduler.finish(rows.requests[index], reasons[index])
@@ -155,6 +167,21 @@ def _watch(kept: Int32s, reasons: dict[int, FinishReason], rows: _Rows, ledger: 
         stop = request.watcher(token_ids)
         if stop is not None and not (stop.num_tokens == len(token_ids) and reasons.get(index) == "stop"):
             kept[index], reasons[index], request.stop_reason = stop.num_tokens, "stop", stop.text
+
+
+def _report(plan: StepPlan, wanted: Wanted, reported: Reported, rows: _Rows, kept: Int32s) -> dict[int, Int32s]:
+    """Log-probabilities of the tokens that count go into their requests' logbooks; those of outputs, by index."""
+    index_of = {slot: index for index, slot in enumerate(rows.slots.tolist())}  # none of a tenant that has left
+    for part, report in zip(wanted.prompts, reported.prompts, strict=True):
+        if part.slot in index_of:
+            rows.requests[index_of[part.slot]].prompt_logbook.add(report)
+    reports, counts = {}, kept.tolist()
+    for slot, report in zip(plan.slots_np[wanted.sequences_np].tolist(), reported.outputs_np, strict=False):
+        index = index_of.get(slot)
+        if index is not None and counts[index]:
+            reports[index] = report[: counts[index]].copy()  # the step's whole matrix may go
+            rows.requests[index].logbook.add(reports[index])
+    return reports
 
 
 def _stamp(rows: _Rows, ledger: Ledger) -> None:

@@ -32,6 +32,7 @@ NOT_DETERMINISTIC = (
     "dtype float32 without deterministic, where texts of all modes are equal but for ties below 2e-4"
 )
 _LARGEST_FP32 = 3.4e38  # the device keeps temperatures in fp32
+MAX_LOGPROBS = 20  # top tokens that one entry may name
 MAX_BIASES = 300  # entries of one request's logit_bias: every slot has room for so many
 
 
@@ -66,6 +67,10 @@ class SamplingParams:
     stop: str | tuple[str, ...] = ()  # texts that end the answer, which is cut before them; kept as a tuple
     include_stop_str_in_output: bool = False  # the text ends with the stop string, not before it
     n: int = 1  # answers to the prompt, each with a seed of its own
+    # Log-probabilities of the output's, or the prompt's, tokens: None = none, 0 = of those tokens alone, k = of the k most
+    # probable ones besides, at most 20. Always log-softmax of the target's own logits, before all that is named above.
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature) or not 0 <= self.temperature <= _LARGEST_FP32:
@@ -99,6 +104,12 @@ class SamplingParams:
             )
         if not _is_int(self.n) or not 1 <= self.n <= MAX_SIBLINGS:
             raise RequestError(f"n is {self.n!r}; ask for 1 to {MAX_SIBLINGS} answers")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and (not _is_int(value) or not 0 <= value <= MAX_LOGPROBS):
+                raise RequestError(
+                    f"{name} is {value!r}; it must be a whole number from 0 (the token's own) to {MAX_LOGPROBS}, or None"
+                )
 
     def _check_shaping(self) -> None:
         for name, low, high, off in (
@@ -110,6 +121,10 @@ class SamplingParams:
                 raise RequestError(f"{name} is {value!r}; it must lie in [{low:g}, {high:g}], {off} switches it off")
             object.__setattr__(self, name, float(value))
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None or self.prompt_logprobs is not None
 
     def check_token_ids(self, vocab_size: int) -> None:
         """RequestError where it names a token that a vocabulary of this size does not have."""

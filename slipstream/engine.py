@@ -28,11 +28,13 @@ from slipstream.device.staging import Export, Exporter, compute_stream
 from slipstream.device.state import PlanOnDevice, SlotState
 from slipstream.draft.base import Draft, Drafter, DraftView
 from slipstream.errors import EngineError
+from slipstream.logprobs import Reported
 from slipstream.metrics import SpecCounters
 from slipstream.plan import Decision, DraftReport, StepPlan, StepResult
 from slipstream.request import Request
 from slipstream.scheduler import Scheduler
 from slipstream.verify.accept import Rule, StepRule, Verdict
+from slipstream.verify.report import report
 from slipstream.verify.target import TargetForward
 
 
@@ -55,6 +57,7 @@ class VerifiedRows:
     batch: Batch
     logits: torch.Tensor  # [O, V]
     features: torch.Tensor | None  # [R, K * H] for the drafter
+    hidden: torch.Tensor | None  # [R, H] where prompts are reported
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +67,7 @@ class Flight:
     drafted: Drafted
     decision: Decision
     result: Export
+    logprobs: Export | None  # of those who want them
     marks: tuple[Mark, Mark] | None  # around the second launch
 
     @property
@@ -208,11 +212,12 @@ class Engine:
         self.backend.before("accept", self._exporter)
         verdict = self._run("accept", shape, partial(self.accept_stages, shape, drafted, rows), step)
         self._settle(drafted, verdict)
+        logprobs = None if plan.logprobs is None else self._report(drafted, decision, rows, verdict)
         # Marked before the export: whoever waited for that has waited for this mark too.
         marks = None if start is None else (start, self._stopwatch.mark())
         with self._span(step, "export", "copy"):
             result = self._exporter.start("result", verdict.result[: plan.num_sequences])
-        return Flight(drafted, decision, result, marks)
+        return Flight(drafted, decision, result, logprobs, marks)
 
     def verify_stages(self, shape: VerifyShape, drafted: Drafted, widths: torch.Tensor) -> VerifiedRows:
         step, draft = drafted.plan.step, drafted.draft
@@ -221,8 +226,7 @@ class Engine:
         with self._span(step, "fill", "device"):
             token_ids = self.backend.fill(batch, None if draft is None else draft.token_ids)
         with self._span(step, "verify", "device"):
-            logits, features = self.target.verify(batch, token_ids, shape)
-        return VerifiedRows(batch, logits, features)
+            return VerifiedRows(batch, *self.target.verify(batch, token_ids, shape))
 
     def accept_stages(self, shape: VerifyShape, drafted: Drafted, rows: VerifiedRows) -> Verdict:
         draft, step = drafted.draft, drafted.plan.step
@@ -234,6 +238,15 @@ class Engine:
             if self.drafter is not None and rows.features is not None:
                 self.drafter.absorb(rows.features, rows.batch.positions, rows.batch.kv_slots)
         return verdict
+
+    def _report(self, drafted: Drafted, decision: Decision, rows: VerifiedRows, verdict: Verdict) -> Export:
+        """Log-probabilities, from the target's own logits; never part of a graph."""
+        wanted, step = drafted.plan.logprobs, drafted.plan.step
+        assert wanted is not None
+        with self._span(step, "report", "device"):
+            reported = report(wanted, decision, rows, verdict.result, self.target, self.backend)
+        with self._span(step, "export_logprobs", "copy"):
+            return self._exporter.start("logprobs", reported)
 
     def _settle(self, drafted: Drafted, verdict: Verdict) -> None:
         """A drafter that learns in service hears what became of its block; never part of a graph."""
@@ -269,12 +282,16 @@ class Engine:
         plan = flight.drafted.plan
         with self._span(plan.step, "collect", "wait"):
             result_np = flight.result.wait()
+            logprobs_np = None if flight.logprobs is None else flight.logprobs.wait()
         result = StepResult.of(plan.step, result_np)
         with self._span(plan.step, "commit", "host"):
             self.policy.learn(plan, result)
             if (device_ms := flight.device_ms) is not None:
                 self.policy.timed(plan, flight.decision, sum(device_ms))
-            gains = commit(plan, result, self.scheduler)
+            reported = None
+            if plan.logprobs is not None and logprobs_np is not None:
+                reported = Reported.of(plan.logprobs, logprobs_np, self.vocab_size)
+            gains = commit(plan, result, self.scheduler, reported)
         self._hand_out(gains)
         return gains
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.answers import Answers
+from slipstream.logprobs import PromptPart, Wanted
 from slipstream.metrics import SpecCounters
 from slipstream.plan import Bools, Int32s, Int64s
 from slipstream.request import Request
@@ -36,6 +37,7 @@ class Members:
     emits_np: Bools  # [B]
     cuts: int  # bits of `Ledger.sampling` of those that emit
     num_departures: int  # that the ledger had seen
+    logprobs: Wanted | None  # None: nobody asks for any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +68,11 @@ class Ledger:
         self.decode_steps = np.zeros(num_slots, np.int32)  # planned since admission
         self.sampling = np.zeros(num_slots, np.uint8)  # SAMPLED | TOP_K | ...
         self.teaches = np.zeros(num_slots, np.bool_)
+        self.num_reporting = 0  # tenants that ask for log-probabilities, of whatever
+        self.num_logprobs = np.full(num_slots, -1, np.int32)  # top tokens per output token, -1: none are wanted
+        self.num_prompt_logprobs = np.full(num_slots, -1, np.int32)
+        self.reported_prompt = np.zeros(num_slots, np.int32)  # rows of the prompt whose report need not be made (again)
+        self.reported_prompt_end = np.zeros(num_slots, np.int32)  # rows of the prompt that have a next prompt token
         self.answers = Answers(num_slots, max_model_len, max_drafts)
         self._counts = _Counts(num_slots, max_drafts)
 
@@ -80,6 +87,7 @@ class Ledger:
         self.decode_steps[slot] = 0
         self.sampling[slot] = _sampling_of(request)
         self.teaches[slot] = not request.constrained
+        self._admit_reports(slot, request)
         self.answers.admit(slot, request)
 
     def release(self, slot: int) -> None:
@@ -87,6 +95,7 @@ class Ledger:
         request, self.tenants[slot] = self.tenants[slot], None
         self.answers.release(slot, request)
         self._counts.move_into(request.counters, slot)
+        self.num_reporting -= request.params.wants_logprobs
         self.generations[slot] += 1
         self.num_departures += 1
         self.unplanned[slot] = 0
@@ -106,6 +115,33 @@ class Ledger:
             emits_np=emits,
             cuts=int(np.bitwise_or.reduce(sampling * emits)),
             num_departures=self.num_departures,
+            logprobs=self._wanted(slots, num_given, emits) if self.num_reporting else None,
+        )
+
+    def _admit_reports(self, slot: int, request: Request) -> None:
+        params = request.params
+        self.num_reporting += params.wants_logprobs
+        self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.num_prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self.reported_prompt[slot] = request.prompt_logbook.num_tokens
+        self.reported_prompt_end[slot] = len(request.prompt_ids) - 1
+
+    def _wanted(self, slots: Int64s, num_given: Int32s, emits: Bools) -> Wanted | None:
+        """The bound is the context itself where prompts are computed: no draft of them is in flight."""
+        tops, prompt_tops = self.num_logprobs[slots], self.num_prompt_logprobs[slots]
+        sequences = ((tops >= 0) & emits).nonzero()[0]
+        context, row = self.context_upper_bound[slots], np.cumsum(num_given) - num_given
+        first = np.maximum(context, self.reported_prompt[slots])
+        count = np.minimum(context + num_given, self.reported_prompt_end[slots]) - first
+        parts = ((prompt_tops >= 0) & (count > 0)).nonzero()[0]
+        if not len(sequences) and not len(parts):
+            return None
+        columns = (slots[parts], (row + first - context)[parts], first[parts], count[parts])
+        return Wanted(
+            sequences_np=sequences,
+            num_top=int(tops[sequences].max(initial=0)),
+            prompts=tuple(map(PromptPart, *(column.tolist() for column in columns))),
+            num_prompt_top=int(prompt_tops[parts].max(initial=0)),
         )
 
     def still_there(self, flight: InFlight) -> Bools:

@@ -25,6 +25,7 @@ from slipstream.device.staging import compute_stream
 from slipstream.draft.base import Drafter
 from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.load import Models, Note, load_models
+from slipstream.logprobs import TokenLogprob
 from slipstream.metrics import SpecCounters, Timing
 from slipstream.request import FinishReason, Request, sibling_seed
 from slipstream.stream import Chunk, IncrementalDecoder, StopStrings, TextStream
@@ -48,6 +49,9 @@ class Completion:
     error: str | None = None  # why, when finish_reason is "error"
     stop_reason: int | str | None = None  # the token or the stop string that ended it, when finish_reason is "stop"
     index: int = 0  # among the answers to its prompt
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if they were asked for
+    # One per prompt token, None for the first, if they were asked for; fewer when an error ended the answer.
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     @property
     def completion_tokens(self) -> int:
@@ -241,6 +245,8 @@ class LLM:
             error=request.error,
             stop_reason=request.stop_reason,
             index=request.index,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
         )  # fmt: skip
 
 

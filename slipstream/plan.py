@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.logprobs import Wanted
+
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
@@ -84,6 +86,7 @@ class StepPlan:
     any_min_p: bool = False
     any_penalty: bool = False
     any_edit: bool = False
+    logprobs: Wanted | None = None  # of whom they are reported; None: of nobody
     num_given: int = field(init=False)  # given rows of all; counted once, for several stages ask
     num_emitting: int = field(init=False)
 

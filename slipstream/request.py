@@ -11,6 +11,7 @@ from hashlib import blake2b
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from slipstream.config import SamplingParams
+from slipstream.logprobs import Logbook, TokenLogprob
 from slipstream.metrics import SpecCounters
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -60,6 +61,10 @@ class Request:
     submitted_s: float = field(default_factory=time.perf_counter)
     first_token_s: float = 0.0
     slot: int | None = None  # while it runs
+    logbook: Logbook = field(
+        init=False, default_factory=Logbook
+    )  # of the output's tokens, where log-probabilities are wanted
+    prompt_logbook: Logbook = field(init=False, default_factory=Logbook)  # of the prompt's, but the first
     stop_ids: frozenset[int] = field(init=False)  # tokens that end the answer
     _output_ids: list[int] = field(init=False, default_factory=list)  # these three: when it last left its slot
     _accepted: list[bool] = field(init=False, default_factory=list)
@@ -83,6 +88,18 @@ class Request:
         if self._written is None or self.slot is None:
             return self._accepted
         return self._accepted + self._written.accepted_of(self.slot)
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """One per output token; None if they were not asked for."""
+        most = self.params.logprobs
+        return None if most is None else self.logbook.entries(self.output_ids, most)
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        """One per prompt token that was reported, None for the first; None if they were not asked for."""
+        most, book = self.params.prompt_logprobs, self.prompt_logbook
+        return None if most is None else (None, *book.entries(self.prompt_ids[1 : 1 + book.num_tokens], most))
 
     @property
     def last_token_s(self) -> float:

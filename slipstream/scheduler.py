@@ -352,6 +352,7 @@ class Scheduler:
             any_min_p=bool(cuts & MIN_P),
             any_penalty=bool(cuts & PENALTY),
             any_edit=bool(cuts & EDIT),
+            logprobs=members.logprobs,
         )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.commit import Delta
+from slipstream.logprobs import TokenLogprob
 from slipstream.request import FinishReason, TextStop
 
 
@@ -52,6 +53,9 @@ class Chunk:
     finish_reason: FinishReason | None
     stop_reason: int | str | None = None  # the token or the text that ended the answer, with finish_reason "stop"
     index: int = 0  # among the answers to the prompt
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if they were asked for
+    # Of the prompt's tokens, None for the first of them, if they were asked for; in the first chunk only.
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     @property
     def text(self) -> str:
@@ -63,6 +67,7 @@ class TextStream:
 
     def __init__(self, decoder: IncrementalDecoder) -> None:
         self._decoder = decoder
+        self._is_first = True
 
     def chunk(self, delta: Delta) -> Chunk:
         tokens = zip(delta.token_ids, delta.accepted, strict=True)
@@ -70,10 +75,13 @@ class TextStream:
         if delta.finish_reason is not None and (rest := self._decoder.flush()):
             pieces.append(Piece(rest, pieces[-1].accepted if pieces else False))
         request = delta.request
+        prompt_logprobs = request.prompt_logprobs if self._is_first else None
+        self._is_first = False
         stop_reason = request.stop_reason if delta.finish_reason == "stop" else None
         return Chunk(
-            delta.token_ids, delta.accepted, tuple(pieces), delta.width, delta.finish_reason, stop_reason, request.index
-        )
+            delta.token_ids, delta.accepted, tuple(pieces), delta.width, delta.finish_reason, stop_reason, request.index,
+            delta.logprobs, prompt_logprobs,
+        )  # fmt: skip
 
 
 class StopStrings:

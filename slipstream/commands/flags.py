@@ -34,6 +34,12 @@ Stop = Annotated[
     list[str] | None, typer.Option(help="A text that ends the answer and is no part of it; may be given several times.")
 ]
 NumAnswers = Annotated[int | None, typer.Option("--n", help="Answers to the prompt, each drawn anew. Default: 1.")]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        "--logprobs", help="With --json: log-probabilities of output tokens, and of so many top ones. Default: none."
+    ),
+]
 MaxTokens = Annotated[int | None, typer.Option(help="Output tokens at most. Default: 256.")]
 Dtype = Annotated[str | None, typer.Option(help="auto, bfloat16, float16 or float32. Default: auto.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda. Default: auto.")]

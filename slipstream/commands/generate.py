@@ -1,6 +1,7 @@
 """`slipstream generate`."""
 
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,6 +35,7 @@ def generate(
     max_tokens: flags.MaxTokens = None,
     stop: flags.Stop = None,
     n: flags.NumAnswers = None,
+    logprobs: flags.Logprobs = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     dtype: flags.Dtype = None,
     device: flags.Device = None,
@@ -49,6 +51,8 @@ def generate(
         raise RequestError("prompt is empty; give a text to answer")
     options = options_of(locals())
     params = options.sampling_params()
+    if params.wants_logprobs and not as_json:
+        raise RequestError("logprobs: shown with --json only; add it, or drop the option")
     llm = start(options, max_num_seqs=params.n)
     answers = llm.generate([text], params) if raw else llm.chat([user(text)], params)
     show_answers(llm, answers, screen(as_json))
@@ -78,6 +82,7 @@ def _report(answers: "list[Completion]") -> dict[str, Any]:
 
 
 def _answer_report(answer: "Completion") -> dict[str, Any]:
+    entries = {name: getattr(answer, name) for name in ("logprobs", "prompt_logprobs")}  # None: not asked for
     return {
         "text": answer.text,
         "token_ids": answer.token_ids,
@@ -86,6 +91,7 @@ def _answer_report(answer: "Completion") -> dict[str, Any]:
         "usage": answer.usage,
         "spec": answer.spec.as_dict(),
         "timing": answer.timing.as_dict(),
+        **{name: [entry and asdict(entry) for entry in of] for name, of in entries.items() if of is not None},
     }
 
 

@@ -42,6 +42,7 @@ _FLAG_FIELDS = frozenset(
         "max_tokens",
         "stop",
         "n",
+        "logprobs",
         "dtype",
         "device",
         "deterministic",

@@ -6,7 +6,7 @@ are or replayed. `TorchBackend` keeps exact sizes and replays nothing. `TritonBa
 """
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from slipstream.device.shapes import DraftShape, VerifyShape
 from slipstream.device.staging import Exporter, Uploader
 from slipstream.device.state import PlanOnDevice, SlotState, apply_verdict, load
 from slipstream.ops.attention import Segment
+from slipstream.ops.logprobs import report
 from slipstream.ops.rank import rank
 from slipstream.ops.survival import fresh_survival
 from slipstream.plan import NUM_ACCEPTED, NUM_VERDICT_COLUMNS, Decision, StepPlan
@@ -60,6 +61,12 @@ class Backend(Protocol):
     def hold(self, drafts: Tensor, signal: Tensor) -> None:
         """Keep the drafts [D, d] and their confidences where captured stages look for them."""
 
+    def send(self, arrays: dict[str, NDArray[Any]]) -> dict[str, Tensor]:
+        """More than a plan and a decision bring, in steps that need it: by a copy of its own."""
+
+    def report(self, logits: Tensor, rows: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
+        """Stage `report`: see `ops.logprobs.report`."""
+
     def before(self, stage: str, exporter: Exporter) -> None:
         """Called ahead of `draft` and `accept`, whose outputs may still be on their way to the host from last time."""
 
@@ -94,6 +101,7 @@ class TorchBackend:
             decode_only=plan.num_decode == plan.num_sequences,
             draft_length=plan.draft_length,
             filtered=plan.any_shaped,
+            keeps_hidden=plan.logprobs is not None and len(plan.logprobs.prompts) > 0,
             segments=_segments(plan, decision),
             exact=(plan.num_sequences, num_outputs),
         )
@@ -121,6 +129,12 @@ class TorchBackend:
         widths = torch.zeros_like(moved["caps"])
         widths[:count] = rank(survival, moved["caps"][:count], decision.budget)
         return widths
+
+    def send(self, arrays: dict[str, NDArray[Any]]) -> dict[str, Tensor]:
+        return self._uploader.upload(arrays)
+
+    def report(self, logits: Tensor, rows: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
+        return report(logits, rows, token_ids, num_top)
 
     def layout(self, loaded: PlanOnDevice, widths: Tensor, shape: VerifyShape) -> RaggedBatch:
         return layout(self.state, loaded, widths, shape.num_rows, shape.num_outputs, self._page_size)

@@ -37,6 +37,7 @@ class VerifyShape:
     decode_only: bool  # every row is an output
     draft_length: int  # columns of the verdict, less one
     filtered: bool = False  # somebody asks for top-k or top-p
+    keeps_hidden: bool = False  # somebody asks for log-probabilities of a prompt; no such shape is captured
     segments: tuple[Segment, ...] = ()  # bounds for attention in plain torch; none in buckets
     exact: tuple[int, int] = field(default=(0, 0), compare=False)  # sequences and outputs of the very step, unpadded
 

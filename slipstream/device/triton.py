@@ -7,9 +7,11 @@ rows belong to nobody and write to the scratch page. Same promises as `device.ba
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.device.backend import Floats
@@ -18,7 +20,7 @@ from slipstream.device.graphs import Graphs
 from slipstream.device.shapes import Buckets, DraftShape, VerifyShape
 from slipstream.device.staging import Exporter, Mailbox, Uploader
 from slipstream.device.state import PlanOnDevice, SlotState, packed_edits
-from slipstream.kernels import accept, rank
+from slipstream.kernels import accept, logprobs, rank
 from slipstream.kernels import batch as batch_kernels
 from slipstream.kernels.attention import Tiles, choose_splits
 from slipstream.plan import NUM_VERDICT_COLUMNS, Decision, StepPlan
@@ -194,13 +196,15 @@ class TritonBackend:
 
     def verify_shape(self, plan: StepPlan, decision: Decision) -> VerifyShape:
         num_drafts = decision.num_draft_rows
-        return self.buckets.verify(
+        shape = self.buckets.verify(
             plan.num_sequences,
             plan.num_given + num_drafts,
             plan.num_emitting + num_drafts,
             decode_only=plan.num_decode == plan.num_sequences,
             filtered=plan.any_shaped,
         )
+        reads_prompts = plan.logprobs is not None and len(plan.logprobs.prompts) > 0
+        return replace(shape, keeps_hidden=True) if reads_prompts else shape
 
     def replay(self, stage: str, shape: DraftShape | VerifyShape | None) -> Callable[[], object] | None:
         if stage == "verify" and isinstance(shape, VerifyShape) and shape.filtered:
@@ -257,6 +261,12 @@ class TritonBackend:
         assert isinstance(batch, TiledBatch)
         batch_kernels.fill(batch.token_ids, batch.draft_index, self.buffers.drafts)
         return batch.token_ids
+
+    def send(self, arrays: dict[str, NDArray[Any]]) -> dict[str, Tensor]:
+        return self._uploader.upload(arrays)
+
+    def report(self, logits: Tensor, rows: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
+        return logprobs.report(logits, rows, token_ids, num_top)
 
     def apply(self, loaded: PlanOnDevice, result: Tensor) -> None:
         count = len(result)

@@ -60,8 +60,8 @@ class FusedDecoder:
                 taps[index].copy_(x)
         return x
 
-    def logits(self, x: Tensor, out: Tensor) -> Tensor:
-        """Rows x [O, H] of the residual stream -> out [O, V]."""
+    def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Rows x [O, H] of the residual stream -> out [O, V], new if none is given."""
         return self._product(x, self._head, norm=self._norm.weight, eps=self._norm.eps, out=out)
 
 

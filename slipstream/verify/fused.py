@@ -17,6 +17,7 @@ from slipstream.kernels.own_attention import decode_attention
 from slipstream.kernels.rope import DETERMINISTIC_HEADS, rope_and_store
 from slipstream.models.decoder import Decoder
 from slipstream.models.fused import FusedDecoder
+from slipstream.verify.target import Forwarded
 
 # Pairs of sequence and KV head up to which rows turn and store their keys inside attention. H200, rotation apart against
 # within, us: Qwen3-8B at 32 x 256 tokens 15.2 / 14.1, at 256 x 256 76.6 / 86.9 (fewer programs fit beside each other).
@@ -47,7 +48,7 @@ class FusedTarget:
         self._logits = torch.empty(max_outputs, spec.vocab_size, dtype=dtype, device=device)
         self._features = torch.empty(max_rows, len(taps), spec.hidden_size, dtype=dtype, device=device)
 
-    def verify(self, batch: Batch, token_ids: Tensor, shape: VerifyShape) -> tuple[Tensor, Tensor | None]:
+    def verify(self, batch: Batch, token_ids: Tensor, shape: VerifyShape) -> Forwarded:
         assert isinstance(batch, TiledBatch)
         features = self._features[: shape.num_rows]
         taps = {layer: features[:, i] for i, layer in enumerate(self._taps)}
@@ -55,11 +56,18 @@ class FusedTarget:
         def attend(layer: int, qkv: Tensor) -> Tensor:
             return self._attend(batch, shape, layer, qkv)
 
-        x = self._forward.forward(token_ids, attend, taps)
+        x = stream = self._forward.forward(token_ids, attend, taps)
         if not shape.decode_only:
             x = x.index_select(0, batch.output_rows)
         logits = self._forward.logits(x, self._logits[: shape.num_outputs])
-        return logits[:, : self._num_token_ids], features.flatten(1) if taps else None
+        return Forwarded(
+            logits[:, : self._num_token_ids],
+            features.flatten(1) if taps else None,
+            stream if shape.keeps_hidden else None,
+        )
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self._forward.logits(hidden)[:, : self._num_token_ids]
 
     def _attend(self, batch: TiledBatch, shape: VerifyShape, layer: int, qkv: Tensor) -> Tensor:
         spec, (keys, values), table = self._spec, self.pool.by_page[layer], self._state.page_table

@@ -1,6 +1,6 @@
 """The target's forward over the ragged batch: stage `verify`. One code path for prefill, decode and verification."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -16,8 +16,17 @@ class TargetForward(Protocol):
 
     pool: KVPool
 
-    def verify(self, batch: Batch, token_ids: Tensor, shape: VerifyShape) -> tuple[Tensor, Tensor | None]:
-        """token_ids [R] -> logits of the output rows [O, V], features of all rows [R, K * H] if there are taps."""
+    def verify(self, batch: Batch, token_ids: Tensor, shape: VerifyShape) -> "Forwarded":
+        """token_ids [R]."""
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Rows [n, H] of `Forwarded.hidden` -> new logits [n, V]."""
+
+
+class Forwarded(NamedTuple):
+    logits: Tensor  # [O, V] of the output rows, in the model's dtype
+    features: Tensor | None  # [R, K * H] of all rows, if there are taps
+    hidden: Tensor | None  # [R, H] what `TargetForward.head` takes, where `VerifyShape.keeps_hidden`
 
 
 class Target:
@@ -32,8 +41,7 @@ class Target:
         self._windows = [spec.window(layer) for layer in range(spec.num_layers)]
         self._scale = spec.head_dim**-0.5
 
-    def verify(self, batch: Batch, token_ids: Tensor, shape: VerifyShape) -> tuple[Tensor, Tensor | None]:
-        """token_ids [R] -> logits of the output rows [O, V] in the model's dtype, features [R, K * H] or None."""
+    def verify(self, batch: Batch, token_ids: Tensor, shape: VerifyShape) -> Forwarded:
         assert isinstance(batch, RaggedBatch)
         plan = plan_paged(
             shape.segments, batch.cu_rows, batch.context, batch.page_table, batch.row_sequence, batch.row_offset,
@@ -45,5 +53,8 @@ class Target:
             return paged_attention(q, *self.pool.by_page[layer], plan, self._scale, self._windows[layer])
 
         hidden, features = self.decoder(token_ids, batch.positions, attend, self.taps)
-        logits = self.decoder.logits(hidden.index_select(0, batch.output_rows))
-        return logits[:, : self._num_token_ids], features
+        logits = self.head(hidden.index_select(0, batch.output_rows))
+        return Forwarded(logits, features, hidden if shape.keeps_hidden else None)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden)[:, : self._num_token_ids]

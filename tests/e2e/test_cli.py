@@ -113,6 +113,21 @@ def test_generate_stops_at_a_text(run: Run, tiny: list[str]) -> None:
     refuses(run("generate", "hello", *tiny, "--stop", ""), 2, "stop holds ''")
 
 
+def test_generate_prints_logprobs_with_json(run: Run, tiny: list[str], tmp_path: Path) -> None:
+    config = tmp_path / "prompt.json"
+    config.write_text(json.dumps({"prompt_logprobs": 0}))
+    asked = ("generate", "hello", *tiny, "--max-tokens", 6, "--logprobs", 2, "--config", config)
+    found = run(*asked, "--json").json
+    assert [entry["token_id"] for entry in found["logprobs"]] == found["token_ids"]
+    assert all(set(entry) == {"token_id", "logprob", "rank", "top"} for entry in found["logprobs"])
+    assert all(entry["top"][0] == [entry["token_id"], entry["logprob"]] for entry in found["logprobs"])  # greedy
+    assert all(entry["rank"] == 1 and len(entry["top"]) == 2 for entry in found["logprobs"])
+    assert len(found["prompt_logprobs"]) == found["usage"]["prompt_tokens"] and found["prompt_logprobs"][0] is None
+    assert all(entry["top"] == [] and entry["logprob"] <= 0 for entry in found["prompt_logprobs"][1:])
+    refuses(run(*asked), 2, "--json")
+    refuses(run("generate", "hello", *tiny, "--logprobs", 21, "--json"), 2, "logprobs is 21")
+
+
 def test_generate_and_chat_show_all_answers(run: Run, tiny: list[str], tmp_path: Path) -> None:
     sampled = ("--temperature", 1.0, "--seed", 11, "--max-tokens", 6)
     one = run("generate", "hello", *tiny, *sampled, "--json").json

@@ -274,8 +274,8 @@ def test_a_failing_request_keeps_the_text_that_was_held_back():
     verify = llm.engine.target.verify
 
     def spoiled(batch, token_ids, segments):
-        logits, features = verify(batch, token_ids, segments)
-        return torch.where((batch.positions[batch.output_rows] > 14)[:, None], torch.nan, logits), features
+        logits, *rest = verify(batch, token_ids, segments)
+        return torch.where((batch.positions[batch.output_rows] > 14)[:, None], torch.nan, logits), *rest
 
     llm.engine.target.verify = spoiled
     answer = llm.generate([PROMPTS[0]], greedy(LENGTH))[0]

@@ -198,10 +198,10 @@ def test_fault_14_one_target_row(mode, value, temperature, acceptance):
         verify = llm.engine.target.verify
 
         def spoiled(batch, token_ids, segments):
-            logits, features = verify(batch, token_ids, segments)
+            logits, *rest = verify(batch, token_ids, segments)
             first = llm.engine.state.token_ids[:, 0][spoil_slots(llm)]
             bad = (batch.positions[batch.output_rows] == 13) & (first == prompts[1][0])[batch.output_sequence]
-            return torch.where(bad[:, None], value, logits), features
+            return torch.where(bad[:, None], value, logits), *rest
 
         def spoil_slots(llm):
             return torch.as_tensor(spy.steps[-1].plan.slots_np.astype(np.int64))
@@ -236,10 +236,10 @@ def test_fault_14_rows_behind_a_rejected_draft_do_not_count(mode, acceptance):
     verify, spoiled_rows = llm.engine.target.verify, []
 
     def spoiled(batch, token_ids, segments):
-        logits, features = verify(batch, token_ids, segments)
+        logits, *rest = verify(batch, token_ids, segments)
         bad = (batch.positions[batch.output_rows] % 4 == 0) & (batch.output_offset > 0)
         spoiled_rows.append(int(bad.sum()))
-        return torch.where(bad[:, None], torch.nan, logits), features
+        return torch.where(bad[:, None], torch.nan, logits), *rest
 
     llm.engine.target.verify = spoiled
     answers = llm.generate(prompts, params)

@@ -333,12 +333,12 @@ def test_an_error_in_one_request_leaves_the_others_alone():
     verify = llm.engine.target.verify
 
     def spoiled(batch, token_ids, segments):
-        logits, features = verify(batch, token_ids, segments)
+        logits, *rest = verify(batch, token_ids, segments)
         first = llm.engine.state.token_ids[:, 0]
         table = batch.page_table  # the slot of a sequence, by its page table
         slots = (llm.engine.state.page_table[None] == table[:, None]).all(-1).int().argmax(1)
         bad = (first[slots] == PROMPTS[1][0])[batch.output_sequence] & (batch.positions[batch.output_rows] > 12)
-        return torch.where(bad[:, None], torch.nan, logits), features
+        return torch.where(bad[:, None], torch.nan, logits), *rest
 
     llm.engine.target.verify = spoiled
     plain = plain_20()

@@ -29,6 +29,7 @@ from slipstream.train.options import TrainOptions
         ({"stop_token_ids": 5}, "stop_token_ids"),
         ({"stop_token_ids": "7"}, "stop_token_ids"),
         ({"ignore_eos": "no"}, "ignore_eos"),
+        *(({name: value}, name) for name in ("logprobs", "prompt_logprobs") for value in (-1, 21, True, 1.0, "5", [])),
     ],
 )
 def test_sampling_params_are_checked_before_the_device_sees_them(fields: dict[str, Any], says: str) -> None:

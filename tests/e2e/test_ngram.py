@@ -105,9 +105,9 @@ def test_a_loop_is_accepted_in_full():
     verify = llm.engine.target.verify
 
     def counts_to_six(batch, token_ids, segments):
-        logits, features = verify(batch, token_ids, segments)
+        logits, *rest = verify(batch, token_ids, segments)
         following = 3 + (token_ids[batch.output_rows] - 2) % 6
-        return torch.zeros_like(logits).scatter_(1, following[:, None], 9.0), features
+        return torch.zeros_like(logits).scatter_(1, following[:, None], 9.0), *rest
 
     llm.engine.target.verify = counts_to_six
     spy = Spy(llm)
@@ -187,8 +187,8 @@ def test_a_broken_row_teaches_nothing():
     verify = llm.engine.target.verify
 
     def spoiled(batch, token_ids, segments):
-        logits, features = verify(batch, token_ids, segments)
-        return torch.full_like(logits, torch.nan), features
+        logits, *rest = verify(batch, token_ids, segments)
+        return torch.full_like(logits, torch.nan), *rest
 
     llm.engine.target.verify = spoiled
     assert [answer.finish_reason for answer in llm.generate(PROMPTS, greedy(8))] == ["error"] * len(PROMPTS)

@@ -98,6 +98,25 @@ def test_the_order_of_stages(mode, overlap):
 
 
 @pytest.mark.parametrize("mode", ["off", *SPECULATING])
+def test_logprobs_are_read_after_acceptance_in_steps_that_want_them_only(mode):
+    llm = make_llm(mode, None if mode == "off" else drafter())
+    spy = Spy(llm)
+    _, spans = recorded(llm, [greedy(4), greedy(24, logprobs=1), greedy(24, prompt_logprobs=1)])
+    of_step = {step: [name for at, name in order(spans) if at == step] for step, _ in order(spans)}
+    wanting = {step.plan.step for step in spy.steps if step.plan.logprobs is not None}
+    for step in spy.steps:
+        names = [name for name in of_step[step.plan.step] if name in (*VERIFY, "report", "export_logprobs")]
+        extra = ("report", "export_logprobs") if step.plan.step in wanting else ()
+        assert names == [*VERIFY[:-1], *extra, VERIFY[-1]]
+    assert wanting
+    silent = make_llm(mode, None if mode == "off" else drafter())
+    spy = Spy(silent)
+    recorded(silent)
+    assert all(step.plan.logprobs is None for step in spy.steps)
+    assert spy.steps[-1].plan.step > 0
+
+
+@pytest.mark.parametrize("mode", ["off", *SPECULATING])
 def test_two_copies_go_down_per_step(mode, monkeypatch):
     """However many requests are admitted: a third would wait for the first, which is queued behind the last step."""
     llm = make_llm(mode, None if mode == "off" else drafter())
@@ -174,13 +193,14 @@ SAMPLING = {
     "greedy": lambda i: greedy(5),
     "sampled": lambda i: greedy(5, temperature=1.0, top_p=0.9, top_k=12, seed=i),
     "mixed": lambda i: greedy(5, temperature=float(i % 2), top_p=0.9 if i == 1 else 1.0, seed=i),
+    "reported": lambda i: greedy(5, temperature=float(i % 2), seed=i, logprobs=2, prompt_logprobs=3 if i else None),
 }
 
 
 WAYS = [
     ("off", "dspark", "coupled", "mixed"),
     *itertools.product(SPECULATING, ["dspark"], ["coupled"], SAMPLING),
-    *itertools.product(SPECULATING, ["dspark"], ["rejection"], ["sampled", "mixed"]),
+    *itertools.product(SPECULATING, ["dspark"], ["rejection"], ["sampled", "mixed", "reported"]),
     *itertools.product(["static", "lag-budget"], ["dflash"], ["coupled", "rejection"], ["mixed"]),
 ]
 

@@ -4,7 +4,7 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,8 @@ def no_synchronisation() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("algorithm", ["dspark", "ngram"])
 @pytest.mark.parametrize("mode", ["static", "lag", "lag-budget"])
-def test_launches_do_not_synchronise(mode: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reports", [False, True], ids=["plain", "logprobs"])
+def test_launches_do_not_synchronise(mode: str, algorithm: str, reports: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("launch_draft", "launch_verify"):
         launch = getattr(Engine, name)
 
@@ -74,7 +75,46 @@ def test_launches_do_not_synchronise(mode: str, algorithm: str, monkeypatch: pyt
                 return launch(*args)  # type: ignore[operator]
 
         monkeypatch.setattr(Engine, name, guarded)
-    assert run(**serving(algorithm), mode=mode, prompts=PROMPTS, params=params_for(1.0)).totals.accepted > 0
+    params = [replace(p, logprobs=3, prompt_logprobs=1) for p in params_for(1.0)] if reports else params_for(1.0)
+    assert run(**serving(algorithm), mode=mode, prompts=PROMPTS, params=params).totals.accepted > 0
+
+
+@pytest.mark.parametrize("mode", ["off", "static", "lag", "lag-budget"])
+def test_logprobs_beside_replays_equal_those_of_the_stages_they_record(mode: str) -> None:
+    """Every other request asks, so that steps with prompts that are reported, and thus not replayed, are mixed with others."""
+    captured, eager = engine_of(mode), engine_of(mode)
+    eager.engine.backend.graphs = None
+    params = [
+        replace(p, logprobs=5, prompt_logprobs=2 if i % 4 == 0 else None) if i % 2 == 0 else p
+        for i, p in enumerate(params_for(1.0))
+    ]
+    ours, theirs, silent = (
+        llm.generate(PROMPTS, asked)
+        for llm, asked in ((captured, params), (eager, params), (captured, params_for(1.0)))
+    )
+    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs] == [c.token_ids for c in silent]
+    for mine, other in zip(ours, theirs, strict=True):
+        for a, b in ((mine.logprobs, other.logprobs), (mine.prompt_logprobs, other.prompt_logprobs)):
+            assert (a is None) == (b is None)
+            for x, y in zip(a or (), b or (), strict=True):
+                assert (x is None) == (y is None)
+                assert x is None or (x.token_id == y.token_id and abs(x.logprob - y.logprob) < 1e-4)
+
+
+def test_fault_23_reports_need_no_room_to_speak_of() -> None:
+    """256 sequences of 16 rows over 152k tokens, 20 top tokens each: tens of MiB beside the logits' own 1.2 GB."""
+    from slipstream.kernels.logprobs import report
+
+    logits = torch.randn(256 * 16, 151_936, device="cuda", dtype=torch.bfloat16)
+    rows = torch.arange(len(logits), device="cuda")
+    report(logits[:8], rows[:8], rows[:8], 20)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = report(logits, rows, rows, 20)
+    torch.cuda.synchronize()
+    assert found.shape == (len(logits), 42)
+    assert torch.cuda.max_memory_allocated() - before < 64 << 20
 
 
 def engine_of(mode: str, **options: Any) -> LLM:

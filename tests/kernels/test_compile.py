@@ -32,9 +32,10 @@ VARIANTS = {
     "deterministic": {
         "_product": 10, "_rms_norm": 2, "_rope_kernel": 2, "_attention_kernel": 2, "_row_best": 3, "_verdict": 2,
     },
+    "reports": {"_tiles": 2, "_join": 2},
 }  # fmt: skip
-# Registers that these spill are spilled around or in the loop over a whole context.
-KEEP_REGISTERS = {"_attention_kernel", "_own_rows_kernel"}
+# Registers that these spill are spilled around or in the loop over a whole context, or over the top tokens.
+KEEP_REGISTERS = {"_attention_kernel", "_own_rows_kernel", "_tiles", "_join"}
 
 
 class CompilingDriver:
@@ -248,6 +249,16 @@ def deterministic() -> None:
                 )  # fmt: skip
 
 
+def reports() -> None:
+    """Log-probabilities over two vocabularies, a variant for each; neither top tokens nor rows make more."""
+    from slipstream.kernels.logprobs import report
+
+    for vocab_size in (49152, 151_936):
+        for count, num_top in ((1, 0), (8, 1), (33, 5), (256, 20)):
+            ids = torch.zeros(count + 1, dtype=torch.int64)
+            report(bf16(4, vocab_size + 64)[:, :vocab_size], ids[1:], ids[:-1], num_top)
+
+
 def bf16(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16)
 
@@ -258,6 +269,7 @@ PARTS = {
     "products": products,
     "acceptance": acceptance,
     "deterministic": deterministic,
+    "reports": reports,
 }
 
 

@@ -3,13 +3,18 @@
 On a CPU the kernels are interpreted and stages run as they are; on a GPU they are replayed.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from slipstream.config import MODES, SamplingParams
+from slipstream.config import MODES, SamplingParams, SpeculativeConfig
+from slipstream.decide.policy import make_policy
 from slipstream.draft.ngram import NGramDraft
+from slipstream.llm import LLM
 from slipstream.testing import tiny_models, tiny_spec
-from tests.lossless.harness import judge, on, run
+from tests.lossless.harness import judge, on, run, scripted_cost
+from tests.lossless.logprobs import check_answer, check_prompt
 
 # The interpreter is NumPy, which warns of what padding rows do.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -94,3 +99,38 @@ def test_rejection_judges_by_torch_beside_the_same_forward(device: str) -> None:
     ours = run(models, "static", PROMPTS, params, backend="triton", **options)  # type: ignore[arg-type]
     assert ours.answers == reference.answers
     assert ours.totals.accepted > 0
+
+
+def entries_are_those_of_a_dense_forward(device: str, mode: str, acceptance: str, asked: list[SamplingParams]) -> None:
+    """Beside the graphs where there are any; steps that report a prompt are launched as they are."""
+    models, speculative, policy = on(device, tiny_models("dspark", spec=SPEC)), SpeculativeConfig(), None
+    if mode != "off":
+        fields = {"draft_model": "tiny", "num_speculative_tokens": 3, "acceptance": acceptance}
+        speculative = SpeculativeConfig.for_mode(mode, **fields)
+        policy, _ = make_policy(speculative, num_drafts=3, has_head=True, cost=scripted_cost())
+    sizes = {"max_model_len": 64, "page_size": 8, "max_num_batched_tokens": 8, "max_num_seqs": 3}
+    llm = LLM(models, speculative=speculative, policy=policy, backend="triton", **sizes)
+    dense = tiny_models(spec=SPEC)
+    for prompt, params, answer in zip(PROMPTS, asked, llm.generate(PROMPTS, asked), strict=True):
+        check_answer(dense, prompt, answer, params.logprobs)
+        check_prompt(dense, prompt, answer, params.prompt_logprobs)
+    if mode != "off":
+        assert llm.engine.totals.verified > llm.engine.totals.accepted > 0
+
+
+def asking(params: list[SamplingParams]) -> list[SamplingParams]:
+    """Each for something else, one for nothing; short answers."""
+    wishes = [(2, 1), (None, 3), (None, None), (20, None)]
+    return [replace(p, logprobs=a, prompt_logprobs=b, max_tokens=5) for p, (a, b) in zip(params, wishes, strict=True)]
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", pytest.param("rejection", marks=SLOW)])
+@pytest.mark.parametrize("mode", [*(pytest.param(mode, marks=SLOW) for mode in MODES[:-1]), MODES[-1]])
+def test_logprobs_are_those_of_a_dense_forward(device: str, mode: str, acceptance: str) -> None:
+    entries_are_those_of_a_dense_forward(device, mode, acceptance, asking(params_for(1.0)))
+
+
+@SLOW
+@pytest.mark.parametrize("mode", ["static", "lag-budget"])
+def test_logprobs_come_before_penalties_and_edits(device: str, mode: str) -> None:
+    entries_are_those_of_a_dense_forward(device, mode, "coupled", asking(params_for(1.0, **WISH)))  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slipstream.ops.logprobs import report
 from slipstream.ops.noise import CounterSource, gumbel
 from slipstream.ops.rank import rank
 from slipstream.ops.reject import count_accepted_coupled, draft_sample, reject
@@ -42,6 +43,7 @@ def test_a_step_of_every_op_reads_nothing() -> None:
         gumbel(seeds, seeds, vocab, torch.tensor([3, 1]))
         targets = coupled_targets(filtered, rows, noise).view(size, -1)
         invalid_rows(logits)
+        report(logits, owner, targets.flatten(), 5)
         pairs = [draft_sample(logits[:size], heat, seeds, seeds, j, source) for j in range(num_drafts)]
         drafts, probs = (torch.stack(x, dim=1) for x in zip(*pairs, strict=True))
         count_accepted_coupled(drafts, targets, widths)

@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parents[2] / "slipstream"
 RANKS: dict[str, float] = {
     "slipstream": 9,  # the public names, loaded lazily
     "slipstream.errors": 0,
+    "slipstream.logprobs": 0.05,
     "slipstream.plan": 0.1,
     "slipstream.config": 0.1,
     "slipstream.metrics": 0.2,
@@ -61,6 +62,7 @@ RANKS: dict[str, float] = {
 TORCH_FREE = (
     "slipstream",
     "slipstream.errors",
+    "slipstream.logprobs",
     "slipstream.plan",
     "slipstream.config",
     "slipstream.metrics",
