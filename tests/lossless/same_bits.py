@@ -50,7 +50,7 @@ class _Recorded:
         return getattr(self._target, name)
 
     def verify(self, batch: Batch, token_ids: Tensor, shape: VerifyShape) -> tuple[Tensor, Tensor | None]:
-        logits, features = self._target.verify(batch, token_ids, shape)
+        logits, *rest = self._target.verify(batch, token_ids, shape)
         assert isinstance(batch, TiledBatch)
         ids, rows, row = token_ids.tolist(), logits.cpu(), 0
         columns = (x.tolist() for x in (batch.slots, batch.num_given, batch.widths, batch.emits, batch.cu_outputs[:-1]))
@@ -61,4 +61,4 @@ class _Recorded:
                 self._found.note((*before, *ids[row : row + given + j]), rows[output + j].clone())
             row += given + width
         self._found.shapes.add((shape.num_sequences, shape.num_rows, shape.decode_only))
-        return logits, features
+        return logits, *rest
