@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from slipstream.load import Models, load_models
     from slipstream.logprobs import TokenLogprob
     from slipstream.stream import Chunk
+    from slipstream.structured import StructuredOutput
 
 __version__ = "0.1.0"
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "SamplingParams",
     "SlipstreamError",
     "SpeculativeConfig",
+    "StructuredOutput",
     "TokenLogprob",
     "load_models",
 ]
@@ -39,6 +41,7 @@ _HOMES = {
     "SamplingParams": "slipstream.config",
     "SlipstreamError": "slipstream.errors",
     "SpeculativeConfig": "slipstream.config",
+    "StructuredOutput": "slipstream.structured",
     "TokenLogprob": "slipstream.logprobs",
     "load_models": "slipstream.load",
 }

@@ -46,8 +46,9 @@ class Answers:
         self._is_watched[slot] = False
         self.num_watched -= request.watcher is not None
 
-    def token_ids_of(self, slot: int) -> list[int]:
-        token_ids: list[int] = self._token_ids[self._begins[slot] : self._ends[slot]].tolist()
+    def token_ids_of(self, slot: int, since: int = 0) -> list[int]:
+        """Without the first `since`."""
+        token_ids: list[int] = self._token_ids[self._begins[slot] + since : self._ends[slot]].tolist()
         return token_ids
 
     def accepted_of(self, slot: int) -> list[bool]:

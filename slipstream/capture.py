@@ -28,7 +28,7 @@ def capture(engine: Engine, draft_lengths: Sequence[int], say: Say) -> int:
     graphs, plan = backend.graphs, nobody()
     loaded = backend.load(plan)
     rule = engine.rule.begin(backend.state, loaded, plan, engine.vocab_size)
-    drafted = Drafted(plan, loaded, rule, None, None, None)
+    drafted = Drafted(plan, loaded, rule, None, None, None, None)
     drafts = list(backend.buckets.draft_shapes(draft_lengths)) if backend.pads_drafts else []
     verifies = list(backend.buckets.verify_shapes())
     graphs.capture(("load", None), backend.load_stage)

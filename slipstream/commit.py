@@ -21,7 +21,10 @@ from slipstream.plan import Bools, Int32s, Int64s, StepPlan, StepResult
 from slipstream.request import FinishReason, Request
 from slipstream.scheduler import Scheduler
 
-_NOT_FINITE = "the target's logits were not finite (NaN or infinite): check the weights and the dtype"
+_NOTHING_TO_CHOOSE = (
+    "no token could be chosen: the target's logits were not finite (NaN or infinite; check the weights and the dtype), or "
+    "all tokens that have a chance are banned by the request"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +158,8 @@ def _cut(kept: Int32s, context: Int32s, rows: _Rows, ledger: Ledger) -> dict[int
     if ledger.answers.num_watched:
         _watch(kept, reasons, rows, ledger)
     for index in rows.invalid.nonzero()[0].tolist():
-        reasons[index], rows.requests[index].error = "error", _NOT_FINITE
+        request = rows.requests[index]
+        reasons[index], request.error = "error", request.error or _NOTHING_TO_CHOOSE
     return reasons
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from slipstream.errors import ConfigError, RequestError
+from slipstream.structured import StructuredOutput
 
 Mode = Literal["off", "static", "adaptive", "lag", "lag-budget"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -71,6 +72,7 @@ class SamplingParams:
     # probable ones besides, at most 20. Always log-softmax of the target's own logits, before all that is named above.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured: StructuredOutput | None = None  # the form that the answer must have
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature) or not 0 <= self.temperature <= _LARGEST_FP32:
@@ -110,6 +112,20 @@ class SamplingParams:
                 raise RequestError(
                     f"{name} is {value!r}; it must be a whole number from 0 (the token's own) to {MAX_LOGPROBS}, or None"
                 )
+        if self.structured is not None:
+            self._check_structured(StructuredOutput.of(self.structured))
+
+    def _check_structured(self, structured: StructuredOutput) -> None:
+        object.__setattr__(self, "structured", structured)
+        if self.min_tokens:
+            raise RequestError(
+                "min_tokens bans the only tokens that a structured answer may have once it is complete: set it to 0"
+            )
+        if self.ignore_eos and not self.stop_token_ids:
+            raise RequestError(
+                "ignore_eos leaves no token to a structured answer once it is complete: switch it off, or give "
+                "stop_token_ids that end it"
+            )
 
     def _check_shaping(self) -> None:
         for name, low, high, off in (

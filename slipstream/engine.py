@@ -1,7 +1,8 @@
 """The engine: launch, collect, and the two loops around them.
 
 A step is `launch_draft`, a decision, `launch_verify`, and later `collect`; each launch calls one function per stage, in
-device order. Only `take_confidence` and `collect` wait for the device. In the overlapped loop the host plans,
+device order. Only `take_confidence` and `collect` wait for the device, and
+`take_drafts` in steps with constrained requests. In the overlapped loop the host plans,
 decides and launches step t while step t - 1 is still running, and collects t - 1 afterwards; the plain loop makes the
 same calls and collects at once. What decides about widths is a Policy; the engine knows from when its confidence must
 be (nothing, the last step, this step) and nothing else about it.
@@ -17,8 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from slipstream.commit import Delta, Gains, commit
+from slipstream.constrain import Constrainer, struck
 from slipstream.decide.policy import Policy
 from slipstream.device.backend import Backend
 from slipstream.device.batch import Batch
@@ -47,6 +50,7 @@ class Drafted:
     rule: StepRule
     draft: Draft | None  # None: draft length 0, or nobody decodes
     report: Export | None  # its confidence on the way to the host
+    token_ids: Export | None  # the drafts themselves, where a request is constrained
     marks: tuple[Mark, Mark] | None  # around the launch, where it is timed
 
 
@@ -97,6 +101,7 @@ class Engine:
         self.rule = rule
         self.vocab_size = vocab_size
         self._exporter = Exporter(device)
+        self._constrainer = Constrainer(vocab_size, device)
         self._stopwatch = Stopwatch(device.type == "cuda", EventPool(stream=compute_stream(device)))
         self._previous: Flight | None = None  # overlapped: in flight; plain: kept for its confidence
 
@@ -135,14 +140,14 @@ class Engine:
             self.take_confidence(previous.drafted if previous else None)
         if plan is None:  # nothing can be launched before the step in flight is known
             return self.collect(previous) if previous else self._stuck()
-        deltas: Sequence[Delta] = []
         drafted = self.launch_draft(self._with_draft_length(plan), self.policy.times(plan))
+        early = self.policy.waits_for == "fresh" or plan.any_constrained
+        deltas = self.collect(previous) if early else []
         if self.policy.waits_for == "fresh":
-            deltas = self.collect(previous)
             self.take_confidence(drafted)
         decision = self.decide(drafted)
         self._previous = self.launch_verify(drafted, decision)
-        return deltas if self.policy.waits_for == "fresh" else self.collect(previous)
+        return deltas if early else self.collect(previous)
 
     def _stuck(self) -> Sequence[Delta]:
         """No step can be planned and nothing is in flight: fine without work, a fault with it, never a busy loop."""
@@ -183,7 +188,7 @@ class Engine:
         with self._span(plan.step, "load", "device"):
             loaded = self.backend.load(plan)
             rule = self.rule.begin(self.backend.state, loaded, plan, self.vocab_size)
-        draft, report = None, None
+        draft, report, token_ids = None, None, None
         if plan.draft_length:
             assert self.drafter is not None
             self.backend.before("draft", self._exporter)
@@ -192,8 +197,10 @@ class Engine:
             if self.policy.waits_for != "nothing":
                 with self._span(plan.step, "export_confidence", "copy"):
                     report = self._exporter.start("confidence", draft.signal[: plan.num_decode])
+            if plan.any_constrained:
+                token_ids = self._exporter.start("drafts", draft.token_ids[: plan.num_decode])
         marks = None if start is None else (start, self._stopwatch.mark())
-        return Drafted(plan, loaded, rule, draft, report, marks)
+        return Drafted(plan, loaded, rule, draft, report, token_ids, marks)
 
     def draft_stage(self, shape: DraftShape, loaded: PlanOnDevice, rule: StepRule, step: int) -> Draft:
         assert self.drafter is not None
@@ -209,8 +216,9 @@ class Engine:
         widths = self._widths(drafted, decision)
         shape = self.backend.verify_shape(plan, decision)
         rows = self._run("verify", shape, partial(self.verify_stages, shape, drafted, widths), step)
+        judged = self._constrain(drafted, rows) if plan.any_constrained else rows
         self.backend.before("accept", self._exporter)
-        verdict = self._run("accept", shape, partial(self.accept_stages, shape, drafted, rows), step)
+        verdict = self._run("accept", shape, partial(self.accept_stages, shape, drafted, judged), step)
         self._settle(drafted, verdict)
         logprobs = None if plan.logprobs is None else self._report(drafted, decision, rows, verdict)
         # Marked before the export: whoever waited for that has waited for this mark too.
@@ -227,6 +235,13 @@ class Engine:
             token_ids = self.backend.fill(batch, None if draft is None else draft.token_ids)
         with self._span(step, "verify", "device"):
             return VerifiedRows(batch, *self.target.verify(batch, token_ids, shape))
+
+    def _constrain(self, drafted: Drafted, rows: VerifiedRows) -> VerifiedRows:
+        """The rows without what grammars forbid; the host finds out while verify runs."""
+        drafts_np = self.take_drafts(drafted)
+        with self._span(drafted.plan.step, "constrain", "host"):
+            masks = self._constrainer.masks(drafted.plan, drafts_np, self.requests)
+        return dataclasses.replace(rows, logits=struck(rows.batch, rows.logits, masks))
 
     def accept_stages(self, shape: VerifyShape, drafted: Drafted, rows: VerifiedRows) -> Verdict:
         draft, step = drafted.draft, drafted.plan.step
@@ -265,7 +280,7 @@ class Engine:
         with self.recorder.span(step, stage, "device", one_launch=True):
             return replay()
 
-    # ------------------------------------------------------------------ the two functions that wait
+    # ------------------------------------------------------------------ the functions that wait
 
     def take_confidence(self, drafted: Drafted | None) -> None:
         """Wait for the confidence of a draft call and hand it to the policy."""
@@ -274,6 +289,13 @@ class Engine:
         with self._span(drafted.plan.step, "take_confidence", "wait"):
             signal = drafted.report.wait().copy()  # policies keep it; the buffer is written again
         self.policy.observe(drafted.plan, DraftReport(step=drafted.plan.step, signal_np=signal))
+
+    def take_drafts(self, drafted: Drafted) -> NDArray[np.int64] | None:
+        """Wait for the tokens [D, d] of a draft call whose report was asked for; None where nothing was drafted."""
+        if drafted.token_ids is None:
+            return None
+        with self._span(drafted.plan.step, "take_drafts", "wait"):
+            return drafted.token_ids.wait()
 
     def collect(self, flight: Flight | None) -> Sequence[Delta]:
         """Wait for a step's result and commit it."""

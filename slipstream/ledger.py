@@ -20,6 +20,7 @@ UInt8s: TypeAlias = NDArray[np.uint8]
 
 # Bits of `Ledger.sampling`. A greedy request has none of the first four, whatever it asks for.
 SAMPLED, TOP_K, TOP_P, MIN_P, PENALTY, EDIT = 1, 2, 4, 8, 16, 32
+CONSTRAINED = 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,6 +182,7 @@ def _sampling_of(request: Request) -> int:
         bits = SAMPLED | TOP_K * (params.top_k > 0) | TOP_P * (params.top_p < 1) | MIN_P * (params.min_p > 0)
     penalties = params.repetition_penalty != 1, params.frequency_penalty != 0, params.presence_penalty != 0
     bans = params.min_tokens > 0 and len(request.stop_ids) > 0
+    bits |= CONSTRAINED * (request.constraint is not None)
     return bits | PENALTY * any(penalties) | EDIT * (bans or len(params.logit_bias) > 0)
 
 

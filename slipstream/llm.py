@@ -19,11 +19,13 @@ from slipstream.backends import Adapt
 from slipstream.build import build_engine
 from slipstream.commit import Delta
 from slipstream.config import EngineConfig, SamplingParams, SpeculativeConfig, from_mapping
+from slipstream.constraint import Constraint
 from slipstream.decide.policy import Policy
 from slipstream.device.events import EventPool, Recorder
 from slipstream.device.staging import compute_stream
 from slipstream.draft.base import Drafter
 from slipstream.errors import ConfigError, EngineError, RequestError
+from slipstream.grammars import Grammars, XGrammars
 from slipstream.load import Models, Note, load_models
 from slipstream.logprobs import TokenLogprob
 from slipstream.metrics import SpecCounters, Timing
@@ -101,6 +103,7 @@ class LLM:
         self._seeds = random.Random(self.config.seed)
         self._events = EventPool(stream=compute_stream(model.device)) if model.device.type == "cuda" else None
         self._next_uid = 0
+        self.grammars: Grammars = XGrammars(model.tokenizer, model.vocab_size, model.eos_token_ids)
         for field, value, reason in self.notes:
             log.info("%s = %s (%s)", field, value, reason)
 
@@ -202,9 +205,22 @@ class LLM:
         check_prompt(token_ids, self.models.vocab_size, self.max_model_len)
         params.check_token_ids(self.models.vocab_size)
         seed, prompt_ids = self._seeds.getrandbits(64) if params.seed is None else params.seed, tuple(token_ids)
-        return [self._sibling(prompt_ids, params, seed, index) for index in range(params.n)]
+        constraints = self._constraints(params)
+        return [
+            self._sibling(prompt_ids, params, seed, index, constraint) for index, constraint in enumerate(constraints)
+        ]
 
-    def _sibling(self, prompt_ids: tuple[int, ...], params: SamplingParams, seed: int, index: int) -> Request:
+    def _constraints(self, params: SamplingParams) -> Sequence[Constraint | None]:
+        """One for each answer, where a form is asked for."""
+        if params.structured is None:
+            return [None] * params.n
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.models.eos_token_ids)
+        made = self.grammars.compile(params.structured, ends)
+        return [made() for _ in range(params.n)]
+
+    def _sibling(
+        self, prompt_ids: tuple[int, ...], params: SamplingParams, seed: int, index: int, constraint: Constraint | None
+    ) -> Request:
         self._next_uid += 1
         return Request(
             uid=self._next_uid,
@@ -212,6 +228,7 @@ class LLM:
             params=params,
             seed=sibling_seed(seed, index),
             eos_token_ids=self.models.eos_token_ids,
+            constraint=constraint,
             watcher=self._stop_strings(params) if params.stop else None,
             index=index,
             counters=SpecCounters(mode=self.speculative.mode),

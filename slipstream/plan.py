@@ -87,6 +87,7 @@ class StepPlan:
     any_penalty: bool = False
     any_edit: bool = False
     logprobs: Wanted | None = None  # of whom they are reported; None: of nobody
+    any_constrained: bool = False  # somebody who gains tokens may not have them all
     num_given: int = field(init=False)  # given rows of all; counted once, for several stages ask
     num_emitting: int = field(init=False)
 
@@ -97,7 +98,8 @@ class StepPlan:
     @property
     def any_shaped(self) -> bool:
         """Somebody asks for more than a temperature."""
-        return self.any_top_k or self.any_top_p or self.any_min_p or self.any_penalty or self.any_edit
+        filtered = self.any_top_k or self.any_top_p or self.any_min_p
+        return filtered or self.any_penalty or self.any_edit or self.any_constrained
 
     def is_same_step(self, other: "StepPlan") -> bool:
         """Whether it is the same plan, at whatever draft length: `replace` keeps the arrays."""

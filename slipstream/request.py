@@ -11,6 +11,7 @@ from hashlib import blake2b
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from slipstream.config import SamplingParams
+from slipstream.constraint import Constraint
 from slipstream.logprobs import Logbook, TokenLogprob
 from slipstream.metrics import SpecCounters
 
@@ -20,7 +21,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class Written(Protocol):
     """Where the tokens of running requests are: what came since a slot was given to its tenant."""
 
-    def token_ids_of(self, slot: int) -> list[int]: ...
+    def token_ids_of(self, slot: int, since: int = 0) -> list[int]: ...
     def accepted_of(self, slot: int) -> list[bool]: ...
     def last_token_s_of(self, slot: int) -> float: ...
 
@@ -51,6 +52,7 @@ class Request:
     params: SamplingParams  # not changed once it was added
     seed: int
     constrained: bool = False  # something besides the target decides what may be emitted
+    constraint: Constraint | None = None  # and this is it
     eos_token_ids: frozenset[int] = frozenset()
     watcher: Watcher | None = None  # where stop strings may end the answer
     index: int = 0  # among the answers to its prompt
@@ -72,6 +74,7 @@ class Request:
     _written: Written | None = field(init=False, default=None)  # while it runs
 
     def __post_init__(self) -> None:
+        self.constrained |= self.constraint is not None
         ends = frozenset() if self.params.ignore_eos else self.eos_token_ids
         self.stop_ids = ends.union(self.params.stop_token_ids)
 
@@ -81,6 +84,13 @@ class Request:
         if self._written is None or self.slot is None:
             return self._output_ids
         return self._output_ids + self._written.token_ids_of(self.slot)
+
+    def output_since(self, count: int) -> list[int]:
+        """The answer without its first `count` tokens."""
+        before = self._output_ids[count:]
+        if self._written is None or self.slot is None:
+            return before
+        return before + self._written.token_ids_of(self.slot, max(count - len(self._output_ids), 0))
 
     @property
     def accepted(self) -> list[bool]:

@@ -19,7 +19,7 @@ import numpy as np
 from slipstream.cache.pages import PageAllocator, PageTable
 from slipstream.config import MAX_BIASES
 from slipstream.errors import CapacityError, RequestError
-from slipstream.ledger import EDIT, MIN_P, PENALTY, SAMPLED, TOP_K, TOP_P, InFlight, Ledger, Members
+from slipstream.ledger import CONSTRAINED, EDIT, MIN_P, PENALTY, SAMPLED, TOP_K, TOP_P, InFlight, Ledger, Members
 from slipstream.metrics import SpecCounters
 from slipstream.plan import FOREVER, MAX_EDITS, Admission, Bools, Edit, Int32s, Int64s, StepPlan
 from slipstream.request import FinishReason, Request
@@ -353,6 +353,7 @@ class Scheduler:
             any_penalty=bool(cuts & PENALTY),
             any_edit=bool(cuts & EDIT),
             logprobs=members.logprobs,
+            any_constrained=bool(cuts & CONSTRAINED),
         )
 
 

@@ -279,8 +279,8 @@ class Adaptive:
         self._lessons.teach_when_due(self.survival)
 
     def times(self, plan: StepPlan) -> bool:
-        """A part of the steps corrects the cost model."""
-        return self.cost is not None and self._timing.is_due()
+        """A part of the steps corrects the cost model; not those in which the device may wait for the host."""
+        return self.cost is not None and not plan.any_constrained and self._timing.is_due()
 
     def timed(self, plan: StepPlan, decision: Decision, measured_ms: float) -> None:
         """How many steps went by is told with it."""

@@ -8,7 +8,7 @@ No torch, no files; called by `load` for random weights.
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from slipstream.models.tokenizer import Tokenizer
+from slipstream.models.tokenizer import Tokenizer, byte_alphabet
 
 SOURCE = "the synthetic tokenizer"
 # Ids in this order: a vocabulary of fewer than 256 tokens still reads words; what it lacks it reads as a space.
@@ -36,10 +36,8 @@ def synthetic_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def _byte_spellings() -> list[str]:
-    """The byte-level alphabet in the order of ids: printable bytes spell themselves, the others follow from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    spelling = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
+    """The byte-level alphabet in the order of ids."""
+    spelling = {byte: char for char, byte in byte_alphabet().items()}
     return [spelling[byte] for byte in _BYTES]
 
 

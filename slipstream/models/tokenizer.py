@@ -8,7 +8,7 @@ No torch, and no transformers, here. Called by `LLM`, the streams and the comman
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -105,6 +105,25 @@ class Tokenizer:
         """The token's own spelling (byte-level alphabet), None for an id that has none."""
         spelling: str | None = self.backend.id_to_token(token_id)
         return spelling
+
+    def pieces(self, count: int) -> list[bytes]:
+        """The bytes of tokens 0 .. count - 1, special ones spelled out; none for ids without a token.
+
+        RequestError where the vocabulary does not say them: it is neither byte-level nor has tokens for single bytes.
+        """
+        bytes_of = _piece_bytes(self.backend)
+        if bytes_of is None:
+            raise RequestError(
+                f"{self.source} has a tokenizer whose tokens are not made of bytes, and no grammar can be checked on them"
+            )
+        found = [b""] * count
+        for text, token_id in self.backend.get_vocab(with_added_tokens=False).items():
+            if token_id < count:
+                found[token_id] = bytes_of(text)
+        for token_id, added in self.backend.get_added_tokens_decoder().items():
+            if token_id < count:
+                found[token_id] = added.content.encode()
+        return found
 
     def stream(self, skip_special: bool = True) -> "TextStream":
         """A decoder for one growing text."""
@@ -292,6 +311,40 @@ def _byte_level(path: Path, metadata: Mapping[str, Any], tokens: list[str], pre:
     backend.add_special_tokens([AddedToken(t, normalized=False) for t, kind in typed if kind == _CONTROL])
     backend.add_tokens([AddedToken(t, normalized=False) for t, kind in typed if kind == _USER_DEFINED])
     return backend
+
+
+def _piece_bytes(backend: tokenizers.Tokenizer) -> Callable[[str], bytes] | None:
+    """From a token's spelling to its bytes, as the backend's decoder reads it; None where that is not known."""
+    if backend.decoder is None:
+        return None
+    state = json.loads(backend.decoder.__getstate__())
+    steps = [step["type"] for step in state.get("decoders", [state])]
+    if "ByteLevel" in steps:
+        return _from_byte_level
+    return _from_byte_fallback if "ByteFallback" in steps else None
+
+
+def _from_byte_level(spelling: str) -> bytes:
+    """A token spelled in the alphabet of GPT-2; one that is not stands for itself."""
+    try:
+        return bytes(byte_alphabet()[char] for char in spelling)
+    except KeyError:
+        return spelling.encode()
+
+
+def _from_byte_fallback(spelling: str) -> bytes:
+    """As SentencePiece has it: \N{LOWER ONE EIGHTH BLOCK} is a space, <0x0A> a byte."""
+    if len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">"):
+        return bytes.fromhex(spelling[3:5])
+    return spelling.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+
+@functools.cache
+def byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte: itself where it is visible, else one of those from 256 on."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 @functools.lru_cache(maxsize=16)

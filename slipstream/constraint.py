@@ -1,0 +1,144 @@
+"""Which tokens a request may emit next, where a grammar says so: the host's side of structured output.
+
+A `Constraint` belongs to one answer, not to a slot. It reads the answer's committed tokens, and says which tokens may
+stand at each place of a block of drafts. What a grammar is, a `Matcher` knows (`grammars` makes them); with a `Marker`
+everything is free until the answer's bytes hold a text. Torch-free.
+
+Masks are bits: token t is allowed where bit t % 32 of word t // 32 is set. Letters: V token ids, P places.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from slipstream.plan import Int32s
+
+MOST_SECONDS = 2.0  # that the masks of one step of one answer may take
+
+
+def num_words(vocab_size: int) -> int:
+    """Of a mask of so many tokens."""
+    return -(-vocab_size // 32)
+
+
+class Matcher(Protocol):
+    """A place in a grammar."""
+
+    def accept(self, token_id: int) -> bool:
+        """Move on by a token. False: the grammar has none of it here, and the place is what it was."""
+
+    def fill(self, masks_np: Int32s, row: int) -> None:
+        """Write masks_np[row], of [rows, words]: the tokens that may come next, ends among them where it is complete."""
+
+    def rollback(self, count: int) -> None:
+        """Back by so many accepted tokens."""
+
+
+class Marker:
+    """A text in a stream of tokens, found by bytes. State k: the longest end of the stream that the text begins with.
+
+    Tokens that would go on behind the text are not allowed: what comes after it begins with a token of its own.
+    """
+
+    def __init__(self, text: str, pieces: Sequence[bytes]) -> None:
+        """pieces [V]: the bytes of each token."""
+        whole = text.encode()
+        self.length = len(whole)
+        self._pieces = pieces
+        self._next = [[_longest_end(whole, state, byte) for byte in range(256)] for state in range(self.length)]
+        self._masks = np.full((self.length, num_words(len(pieces))), -1, np.int32)
+        for token, piece in enumerate(pieces):
+            for state in _completed_within(whole, piece):
+                self._masks.view(np.uint32)[state, token // 32] &= ~np.uint32(1 << token % 32)
+
+    def mask_np(self, state: int) -> Int32s:
+        mask_np: Int32s = self._masks[state]
+        return mask_np
+
+    def follow(self, state: int, token_id: int) -> int:
+        """The state after an allowed token; `length`: the text is complete."""
+        for byte in self._pieces[token_id]:
+            state = self._next[state][byte]
+        return state
+
+
+def _longest_end(text: bytes, state: int, byte: int) -> int:
+    """Length of the longest beginning of `text` that its first `state` bytes and another one end with."""
+    seen = text[:state] + bytes((byte,))
+    return next(k for k in range(min(len(seen), len(text)), -1, -1) if seen.endswith(text[:k]))
+
+
+def _completed_within(text: bytes, piece: bytes) -> set[int]:
+    """States in which a token with these bytes completes the text and goes on."""
+    states: set[int] = set()
+    end = piece.find(text[-1:])
+    while 0 <= end < len(piece) - 1:
+        head = piece[: end + 1]
+        if text.endswith(head) or head.endswith(text):
+            states |= {state for state in range(len(text)) if (text[:state] + head).endswith(text)}
+        end = piece.find(text[-1:], end + 1)
+    return states
+
+
+class Constraint:
+    """Of one answer. After `read` of all committed tokens, `fill` looks ahead and leaves it where it was."""
+
+    def __init__(self, matcher: Matcher, ends: frozenset[int], marker: Marker | None = None) -> None:
+        """ends: tokens after which nothing comes."""
+        self._matcher, self._ends, self._marker = matcher, ends, marker
+        self._state = 0  # of the marker
+        self._is_free = marker is not None
+        self.num_read = 0
+
+    def read(self, token_ids: Sequence[int]) -> None:
+        """Committed tokens, each once and in order; none of them ends the answer."""
+        for token in token_ids:
+            taken = self._take(token)
+            assert taken, f"token {token} was emitted at {self.num_read}, where the grammar forbids it"
+            self.num_read += 1
+
+    def fill(self, drafts: Sequence[int], masks_np: Int32s) -> str | None:
+        """Write masks_np [P, words], P > len(drafts): what may stand after the first j drafts, j = 0, 1, ...
+
+        Places after a draft that is forbidden, or ends the answer, are never reached: there everything stays allowed.
+        Returns why nothing can come next, where that is so.
+        """
+        begun, was_free, state, taken = time.perf_counter(), self._is_free, self._state, 0
+        masks_np[:] = -1
+        self._fill(masks_np, 0)
+        for place, draft in enumerate(drafts):
+            if draft in self._ends or not _allows(masks_np[place], draft):
+                break
+            is_free = self._is_free
+            if not self._take(draft):
+                break
+            taken += not is_free
+            self._fill(masks_np, place + 1)
+        if taken:
+            self._matcher.rollback(taken)
+        self._is_free, self._state = was_free, state
+        if time.perf_counter() - begun > MOST_SECONDS:
+            masks_np[0] = 0
+            return f"its grammar takes longer than {MOST_SECONDS:g} s for a step: write one that is less ambiguous"
+        return None if masks_np[0].any() else "no token of the vocabulary continues what its grammar asks for"
+
+    def _take(self, token: int) -> bool:
+        if not self._is_free:
+            return self._matcher.accept(token)
+        assert self._marker is not None
+        self._state = self._marker.follow(self._state, token)
+        self._is_free = self._state < self._marker.length
+        return True
+
+    def _fill(self, masks_np: Int32s, place: int) -> None:
+        if self._is_free:
+            assert self._marker is not None
+            masks_np[place] = self._marker.mask_np(self._state)
+        else:
+            self._matcher.fill(masks_np, place)
+
+
+def _allows(mask_np: Int32s, token_id: int) -> bool:
+    return bool(mask_np[token_id // 32] >> (token_id % 32) & 1)
