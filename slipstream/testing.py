@@ -5,18 +5,21 @@ from a table next[token], its confidence from a function of position, so that a 
 policy must choose; it is right whenever the target happens to continue a token the way the table says.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import tokenizers
 import torch
+from numpy.typing import NDArray
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slipstream.constraint import Constraint, Marker, num_words
 from slipstream.draft.base import Draft, DraftView, Sampler
 from slipstream.engine import Engine
 from slipstream.load import Models
@@ -25,6 +28,8 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.drafters import BlockDrafter
 from slipstream.models.spec import DecoderSpec
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.plan import Int32s
+from slipstream.structured import StructuredOutput
 
 # Confidence of drafts 0..d-1 at a step: (context [D], number of drafts) -> [D, d].
 ConfidenceScript = Callable[[Tensor, int], Tensor]
@@ -134,6 +139,57 @@ def next_token_table(answers: Sequence[Sequence[int]], vocab_size: int) -> list[
             counts[token, successor] += 1
     best = counts.argmax(dim=1)
     return torch.where(counts.sum(1) > 0, best, torch.arange(vocab_size)).tolist()
+
+
+class TableMatcher:
+    """A grammar that is an automaton over tokens: a `Matcher` without any library.
+
+    after[s, t] is the state after token t in state s, below 0 where it is forbidden; it begins in state 0, and is
+    complete, so that `ends` may come, in the states `final`.
+    """
+
+    def __init__(self, after: NDArray[np.int64], final: Collection[int], ends: Collection[int]) -> None:
+        self._after, self._final, self._ends = after, final, ends
+        self._states = [0]
+
+    def accept(self, token_id: int) -> bool:
+        state = int(self._after[self._states[-1], token_id])
+        if state >= 0:
+            self._states.append(state)
+        return state >= 0
+
+    def fill(self, masks_np: Int32s, row: int) -> None:
+        masks_np[row] = packed(self.allowed())
+
+    def rollback(self, count: int) -> None:
+        assert count < len(self._states), (count, self._states)
+        del self._states[len(self._states) - count :]
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """[V]"""
+        allowed: NDArray[np.bool_] = self._after[self._states[-1]] >= 0
+        ends = [token for token in self._ends if token < len(allowed)]
+        allowed[ends] |= self._states[-1] in self._final
+        return allowed
+
+
+class TableGrammars:
+    """Makes constraints of one automaton, whatever is asked for; `after` is looked for in the pieces, if there are any."""
+
+    def __init__(self, after: NDArray[np.int64], final: Collection[int], pieces: Sequence[bytes] = ()) -> None:
+        self._after, self._final, self._pieces = after, final, pieces
+
+    def compile(self, asked: StructuredOutput, ends: frozenset[int]) -> Callable[[], Constraint]:
+        marker = None if asked.after is None else Marker(asked.after, self._pieces)
+        return lambda: Constraint(TableMatcher(self._after, self._final, ends), ends, marker)
+
+
+def packed(allowed: NDArray[np.bool_]) -> Int32s:
+    """[V] as a mask of bits; those beyond V are set."""
+    bits = np.ones(32 * num_words(len(allowed)), np.bool_)
+    bits[: len(allowed)] = allowed
+    mask: Int32s = np.packbits(bits, bitorder="little").view(np.int32)
+    return mask
 
 
 _READS = ("item", "tolist", "numpy", "nonzero", "cpu", "__bool__", "__int__", "__float__", "__index__", "__dlpack__")

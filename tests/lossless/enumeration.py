@@ -94,13 +94,21 @@ class Toy:
             for name in ("top_k", "temperature", "top_p", "min_p")
         )
         flags = {"any_top_k": any(p.top_k for p in self.asked), "any_top_p": any(p.top_p < 1 for p in self.asked)}
-        laws = []
+        laws, logits = [], self.logits_of(sequences, context)
         for offset in range(context.shape[1]):
             drafts_before = torch.full_like(row, offset)
             histories = Histories(token_ids, longest, odd, num_known, context[:, 1:], row, drafts_before)
-            shaped = shape_logits(self.target[context[:, offset]].log(), shaping, histories)
+            shaped = shape_logits(logits[:, offset], shaping, histories)
             laws.append(probabilities(filter_logits(shaped, heat, top_k, top_p, min_p=min_p, **flags), heat))
         return torch.stack(laws, dim=1)
+
+    def logits_of(self, sequences: tuple["Sequence", "Sequence"], context: Tensor) -> Tensor:
+        """[R, n, V] of the rows after each of context [R, n], of the two sequences in turn, as acceptance gets them."""
+        return self.target[context].log()
+
+    def plain_logits(self, index: int, start: int, before: tuple[int, ...]) -> Tensor:
+        """[V] of sequence `index` after a prompt of one token and an output, by definition."""
+        return self.target[before[-1] if before else start].log()
 
     def signal(self, name: str, before: Tensor, drafts: Tensor) -> Tensor:
         """[R, S] raw confidence. `head` and `peak` see the token before each draft [R, S], `drawn` the draft too."""
@@ -369,7 +377,7 @@ def _steps(toy: Toy, index: int, start: Sequence) -> Tensor:
 
     def prob(before: tuple[int, ...], token: int) -> float:
         if before not in known:
-            logits = toy.target[before[-1] if before else start.last].log()
+            logits = toy.plain_logits(index, start.last, before)
             scores = plain_law(logits, [start.last], before, params, toy.ends)
             known[before] = probabilities(scores, torch.tensor([params.temperature]))[0].tolist()
         return known[before][token]

@@ -15,6 +15,7 @@ from slipstream.config import SamplingParams, SpeculativeConfig
 from slipstream.decide.cost import CostModel, DraftTimes, LinearCost
 from slipstream.decide.policy import make_policy
 from slipstream.draft.base import Drafter
+from slipstream.grammars import Grammars
 from slipstream.llm import LLM
 from slipstream.load import Models
 from slipstream.metrics import SpecCounters
@@ -67,7 +68,7 @@ def scripted_cost(row_ms: float = 0.5, fixed_ms: float = 4.0) -> CostModel:
 def run(
     models: Models, mode: str, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *,
     num_drafts: int = 7, concurrency: int = 8, drafter: Drafter | None = None, acceptance: str = "coupled",
-    overlap: bool = True, cost: CostModel | None = None, **engine: object,
+    overlap: bool = True, cost: CostModel | None = None, grammars: Grammars | None = None, **engine: object,
 ) -> Run:  # fmt: skip
     """All requests through one engine, at most `concurrency` at a time."""
     speculative, policy = SpeculativeConfig(), None
@@ -85,6 +86,8 @@ def run(
         models, speculative=speculative, drafter=drafter if mode != "off" else None, policy=policy,
         max_num_seqs=concurrency, overlap=overlap, **options,
     )  # fmt: skip
+    if grammars is not None:
+        llm.grammars = grammars
     completions = llm.generate([list(prompt) for prompt in prompts], list(params))
     assert_nothing_left(llm.engine)
     return Run([completion.token_ids for completion in completions], llm.engine.totals)
@@ -131,15 +134,18 @@ def perturbed_gap(
 
 @torch.inference_mode()
 def scores_after(
-    models: Models, token_ids: Sequence[int], params: SamplingParams, num_prompt: int | None = None
-) -> Tensor:
+    models: Models, token_ids: Sequence[int], params: SamplingParams, num_prompt: int | None = None,
+    allowed: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """[V], the largest is plain decoding's next token: by a dense forward and the definitions of the parameters.
 
-    The first num_prompt of token_ids are the prompt; None: all of them.
+    The first num_prompt of token_ids are the prompt; None: all of them. allowed [V] bool: what a grammar allows there.
     """
     rows, target = torch.tensor(token_ids), models.target
     hidden, _ = target(rows, torch.arange(len(rows)), DenseAttend(target.spec))
     logits = target.logits(hidden[-1:])[0, : models.vocab_size].float()
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, -torch.inf)
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else models.eos_token_ids)}
     count = len(token_ids) if num_prompt is None else num_prompt
     scores = plain_law(logits, token_ids[:count], token_ids[count:], params, sorted(ends))

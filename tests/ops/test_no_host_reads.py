@@ -6,6 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.ops.logprobs import report
+from slipstream.ops.allowed import strike
 from slipstream.ops.noise import CounterSource, gumbel
 from slipstream.ops.rank import rank
 from slipstream.ops.reject import count_accepted_coupled, draft_sample, reject
@@ -38,6 +39,8 @@ def test_a_step_of_every_op_reads_nothing() -> None:
             torch.ones(4, 8, dtype=torch.int32), 6, owner, widths[owner] + 2, seeds[:, None], owner, owner
         )
         shaped = shape_logits(logits, asked, known)
+        masks = torch.full((2, 3, 1), 5, dtype=torch.int32)
+        strike(logits, masks, seeds[1:], torch.arange(4) * 3, widths)
         filtered = filter_logits(shaped, rows, torch.full((9,), 5), torch.full((9,), 0.9), min_p=torch.full((9,), 0.1))
         noise = gumbel(seeds.repeat(3), torch.arange(9), vocab)
         gumbel(seeds, seeds, vocab, torch.tensor([3, 1]))

@@ -1,0 +1,127 @@
+"""What may stand at each place of a block: against the definition, token by token, for automata and markers."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream import constraint
+from slipstream.constraint import Constraint, Marker, num_words
+from slipstream.testing import TableMatcher, packed
+
+VOCAB, EOS = 40, 1
+# "<" and ">" in many company, so that a marker begins, breaks off and ends within tokens.
+PIECES = [b"", b"</s>", b"<", b"/", b"t", b">", b"</", b"/t", b"t>", b"</t>", b"a", b"<<", b"></t", b">a", b"</t>a", b"t>t>",
+          b"x</t>", b" ", b"/t>", b"/t>b"]  # fmt: skip
+PIECES += [b"y%d" % i for i in range(VOCAB - len(PIECES))]
+MARK = "</t>"
+
+
+def automaton(seed: int, num_states: int = 5) -> tuple[np.ndarray, set[int]]:
+    draw = np.random.default_rng(seed)
+    after = draw.integers(-2, num_states, (num_states, VOCAB))
+    after[:, EOS] = -1
+    return after, {num_states - 1}
+
+
+def definition(after: np.ndarray, final: set[int], output: list[int], after_text: str | None) -> np.ndarray | None:
+    """[V] what may come after an output without an end; None: the output itself is against it."""
+    state = 0 if after_text is None else None
+    text = b""
+    for token in output:
+        if state is not None:
+            state = int(after[state, token])
+            if state < 0:
+                return None
+            continue
+        before, text = text, text + PIECES[token]
+        if MARK.encode() in text:
+            if not text.endswith(MARK.encode()) or MARK.encode() in text[:-1]:
+                return None
+            assert MARK.encode() not in before
+            state = 0
+    if state is not None:
+        allowed = after[state] >= 0
+        allowed[EOS] = state in final
+        return allowed
+    return np.array([MARK.encode() not in (text + piece)[:-1] for piece in PIECES])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 5000), st.booleans(), st.randoms(use_true_random=False))
+def test_masks_are_those_of_the_definition(seed: int, marked: bool, draw: random.Random) -> None:
+    """A long answer, read in blocks; between them drafts that follow it, and others, and every place is checked."""
+    after, final = automaton(seed)
+    ends = frozenset([EOS])
+    mark = MARK if marked else None
+    held = Constraint(TableMatcher(after, final, ends), ends, Marker(MARK, PIECES) if marked else None)
+    output: list[int] = []
+    for _ in range(12):
+        drafts = [draw.choice(range(2, 10) if marked and draw.random() < 0.7 else range(VOCAB)) for _ in range(5)]
+        masks = np.zeros((6, num_words(VOCAB)), np.int32)
+        reason = held.fill(drafts, masks)
+        for place in range(6):
+            allowed = definition(after, final, output + drafts[:place], mark)
+            if allowed is None or EOS in drafts[:place]:
+                assert (masks[place] == -1).all(), "a place that is never reached"
+            else:
+                assert masks[place].tolist() == packed(allowed).tolist(), (output, drafts[:place])
+        allowed = definition(after, final, output, mark)
+        assert allowed is not None and (reason is None) == bool(allowed.any())
+        allowed[EOS] = False
+        if not allowed.any():
+            return
+        new: list[int] = []
+        for _ in range(draw.randrange(1, 4)):
+            allowed = definition(after, final, output + new, mark)
+            allowed[EOS] = False
+            if allowed.any():
+                likely = [token for token in np.flatnonzero(allowed) if token < 10] or np.flatnonzero(allowed).tolist()
+                new.append(int(draw.choice(likely)))
+        held.read(new)
+        output += new
+        assert held.num_read == len(output)
+
+
+def test_the_marker_may_be_met_in_every_way() -> None:
+    """Whole, in parts, after a false start; a token that goes on behind it is not allowed where it would."""
+    marker = Marker(MARK, PIECES)
+
+    def follow(*tokens: int) -> int:
+        state = 0
+        for token in tokens:
+            state = marker.follow(state, token)
+        return state
+
+    piece = {text: token for token, text in enumerate(PIECES)}
+    for way in ([b"</t>"], [b"<", b"/", b"t", b">"], [b"<<", b"/t", b">"], [b"</", b"</", b"t>"], [b"x</t>"]):
+        assert follow(*(piece[text] for text in way)) == len(MARK), way
+    assert follow(piece[b"</"], piece[b"a"], piece[b"t"]) == 0
+
+    def allows(state: int, text: bytes) -> bool:
+        return bool(marker.mask_np(state)[piece[text] // 32] >> piece[text] % 32 & 1)
+
+    assert not any(allows(state, b"</t>a") for state in range(len(MARK)))
+    assert [allows(state, b">a") for state in range(len(MARK))] == [True, True, True, False]
+    assert [allows(state, b"/t>b") for state in range(len(MARK))] == [True, False, True, True]
+    assert allows(0, b"></t") and not allows(3, b"></t")
+
+
+def test_a_grammar_that_takes_too_long_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    after, final = automaton(3)
+    held = Constraint(TableMatcher(after, final, [EOS]), frozenset([EOS]))
+    masks = np.zeros((3, num_words(VOCAB)), np.int32)
+    assert held.fill([4, 5], masks) is None
+    monkeypatch.setattr(constraint, "MOST_SECONDS", -1.0)
+    assert "takes longer" in str(held.fill([4, 5], masks))
+    assert not masks[0].any()
+
+
+def test_a_token_that_the_grammar_forbids_was_never_emitted() -> None:
+    after, final = automaton(3)
+    held = Constraint(TableMatcher(after, final, [EOS]), frozenset([EOS]))
+    forbidden = int(np.flatnonzero(after[0] < 0)[0])
+    with pytest.raises(AssertionError, match="where the grammar forbids it"):
+        held.read([forbidden])
