@@ -85,9 +85,10 @@ def _completed_within(text: bytes, piece: bytes) -> set[int]:
 class Constraint:
     """Of one answer. After `read` of all committed tokens, `fill` looks ahead and leaves it where it was."""
 
-    def __init__(self, matcher: Matcher, ends: frozenset[int], marker: Marker | None = None) -> None:
+    def __init__(self, matcher: Matcher, ends: frozenset[int], vocab_size: int, marker: Marker | None = None) -> None:
         """ends: tokens after which nothing comes."""
         self._matcher, self._ends, self._marker = matcher, ends, marker
+        self._last_word = np.int32(np.uint32((1 << (vocab_size - 1) % 32 + 1) - 1).view(np.int32))  # its bits below V
         self._state = 0  # of the marker
         self._is_free = marker is not None
         self.num_read = 0
@@ -122,6 +123,7 @@ class Constraint:
         if time.perf_counter() - begun > MOST_SECONDS:
             masks_np[0] = 0
             return f"its grammar takes longer than {MOST_SECONDS:g} s for a step: write one that is less ambiguous"
+        masks_np[0, -1] &= self._last_word
         return None if masks_np[0].any() else "no token of the vocabulary continues what its grammar asks for"
 
     def _take(self, token: int) -> bool:

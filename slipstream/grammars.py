@@ -53,7 +53,7 @@ class XGrammars:
 
         compiled = _within(MOST_SECONDS, make, asked.form)
         marker = None if asked.after is None else self._marker(asked.after)
-        return lambda: Constraint(self._matcher(compiled, ends), ends, marker)
+        return lambda: Constraint(self._matcher(compiled, ends), ends, self._vocab_size, marker)
 
     def _matcher(self, compiled: Any, ends: frozenset[int]) -> "_XMatcher":
         return _XMatcher(_library().GrammarMatcher(compiled, override_stop_tokens=sorted(ends)))

@@ -181,7 +181,8 @@ class TableGrammars:
 
     def compile(self, asked: StructuredOutput, ends: frozenset[int]) -> Callable[[], Constraint]:
         marker = None if asked.after is None else Marker(asked.after, self._pieces)
-        return lambda: Constraint(TableMatcher(self._after, self._final, ends), ends, marker)
+        vocab_size = self._after.shape[1]
+        return lambda: Constraint(TableMatcher(self._after, self._final, ends), ends, vocab_size, marker)
 
 
 def packed(allowed: NDArray[np.bool_]) -> Int32s:

@@ -55,7 +55,7 @@ class Structured(Toy):
             output = sequences[row % 2].known[1:]
             if _state(table, output) < 0:
                 continue  # a faulty mask let it through: from there on everything goes
-            constraint = Constraint(TableMatcher(table, (), ()), frozenset())
+            constraint = Constraint(TableMatcher(table, (), ()), frozenset(), self.vocab_size)
             constraint.read(output)
             self.fill(constraint, context[row, 1:].tolist(), masks[-1])
         count = context.shape[1]
@@ -171,7 +171,7 @@ def test_masks_that_do_not_follow_the_drafts_are_noticed(fault: Any) -> None:
 def test_the_toy_looks_ahead() -> None:
     """S drafts reach beyond what one mask could say."""
     assert S == 2
-    constraint = Constraint(TableMatcher(NEVER_THRICE, (), ()), frozenset())
+    constraint = Constraint(TableMatcher(NEVER_THRICE, (), ()), frozenset(), 2)
     masks = np.zeros((S + 1, 1), np.int32)
     constraint.fill([0, 0], masks)
     assert [int(mask[0] & 3) for mask in masks] == [3, 3, 2]
