@@ -19,7 +19,7 @@ from slipstream.plan import Int32s
 from slipstream.structured import StructuredOutput
 
 MOST_SECONDS = 10.0  # for a grammar to be compiled and tried
-MOST_WHITESPACE = 32  # characters between two parts of JSON: a model that likes blanks must get on
+MOST_WHITESPACE = 16  # characters between two parts of JSON: a model that likes blanks must get on
 _CACHE_BYTES = 1 << 28
 _TRIED_TOKENS = 24
 
@@ -48,7 +48,7 @@ class XGrammars:
 
         def make() -> Any:
             compiled = _COMPILE[asked.form](compiler, asked)
-            self._try(self._matcher(compiled, ends))
+            self._try(self._matcher(compiled, ends), ends)
             return compiled
 
         compiled = _within(MOST_SECONDS, make, asked.form)
@@ -58,14 +58,14 @@ class XGrammars:
     def _matcher(self, compiled: Any, ends: frozenset[int]) -> "_XMatcher":
         return _XMatcher(_library().GrammarMatcher(compiled, override_stop_tokens=sorted(ends)))
 
-    def _try(self, matcher: "_XMatcher") -> None:
+    def _try(self, matcher: "_XMatcher", ends: frozenset[int]) -> None:
         """Walk a little way at random: what explodes does so here."""
         mask, draw = np.full((1, num_words(self._vocab_size)), -1, np.int32), random.Random(0)
         for _ in range(_TRIED_TOKENS):
             matcher.fill(mask, 0)
             bits = np.unpackbits(mask[0].view(np.uint8), bitorder="little")[: self._vocab_size]
-            allowed = bits.nonzero()[0].tolist()
-            if not allowed or not matcher.accept(draw.choice(allowed)) or matcher.is_over:
+            allowed = [token for token in bits.nonzero()[0].tolist() if token not in ends]
+            if not allowed or not matcher.accept(draw.choice(allowed)):
                 break
 
     @cached_property
@@ -88,10 +88,6 @@ class _XMatcher:
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
-
-    @property
-    def is_over(self) -> bool:
-        return bool(self._matcher.is_terminated())
 
     def accept(self, token_id: int) -> bool:
         return bool(self._matcher.accept_token(token_id))

@@ -95,7 +95,9 @@ def _schema_text(schema: object) -> str:
 
 def _nesting(value: object) -> int:
     """Tables and lists within each other; what `json` could write is not deep enough to end the recursion."""
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    if not isinstance(value, Mapping | list | tuple):
+        return 0
+    inner = value.values() if isinstance(value, Mapping) else value
     return 1 + max(map(_nesting, inner), default=0)
 
 

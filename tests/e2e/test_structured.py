@@ -193,11 +193,15 @@ def test_fault_18_a_stream_that_is_closed_leaves_its_slot_clean(mode, overlap):
     assert_nothing_left(llm.engine)
 
 
-@pytest.mark.parametrize("budget", [100, 33, 2])
+@pytest.mark.parametrize("budget", [100, 33, 3])
 def test_fault_22_chunks_of_the_prompt(budget):
-    prompts, params = prompts_of(70, 9), params_for(0.0)[:2]
-    llm = llm_for("static", params, prompts, max_num_batched_tokens=budget, max_num_seqs=2)
+    """One constrained request decodes while the prompt of another is read, which emits nothing yet."""
+    prompts, params = [prompts_of(5)[0], *prompts_of(9, 70)[::-1]], [*params_for(1.0)[:1] * 2, params_for(1.0)[1]]
+    llm = llm_for("static", params, prompts, max_num_batched_tokens=budget, max_num_seqs=3)
+    spy = Spy(llm)
     assert ids(llm.generate(prompts, params)) == plain(params, prompts)
+    silent = [step for step in spy.steps if step.plan.any_constrained and not step.plan.emits_np.all()]
+    assert bool(silent) == (budget < 75)
 
 
 @LOOPS

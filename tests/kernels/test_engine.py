@@ -12,7 +12,9 @@ from slipstream.config import MODES, SamplingParams, SpeculativeConfig
 from slipstream.decide.policy import make_policy
 from slipstream.draft.ngram import NGramDraft
 from slipstream.llm import LLM
+from slipstream.structured import StructuredOutput
 from slipstream.testing import tiny_models, tiny_spec
+from tests.e2e.grammars import grammars
 from tests.lossless.harness import judge, on, run, scripted_cost
 from tests.lossless.logprobs import check_answer, check_prompt
 
@@ -89,6 +91,29 @@ def test_rejection_under_penalties_and_edits(device: str) -> None:
     ours = run(models, "static", PROMPTS, params, backend="triton", **options)  # type: ignore[arg-type]
     assert ours.answers == reference.answers
     assert ours.totals.accepted > 0
+
+
+STRUCTURED = StructuredOutput(grammar="root ::= [a-z]*")  # what the automaton of `grammars` stands for
+
+
+@pytest.mark.parametrize(
+    ("mode", "acceptance"),
+    [
+        pytest.param("lag-budget", "coupled"), pytest.param("static", "coupled", marks=SLOW),
+        pytest.param("lag", "rejection", marks=SLOW),
+    ],
+)  # fmt: skip
+def test_grammars_strike_rows_beside_the_graphs(device: str, mode: str, acceptance: str) -> None:
+    """Two requests are constrained, two are not."""
+    params = [replace(p, structured=STRUCTURED) if i < 2 else p for i, p in enumerate(params_for(1.0))]
+    options = {"num_drafts": 3, "concurrency": 3, "grammars": grammars(20), "acceptance": acceptance}
+    reference = run(tiny_models("dspark", spec=SPEC), mode, PROMPTS, params, **options)  # type: ignore[arg-type]
+    models = on(device, tiny_models("dspark", spec=SPEC))
+    ours = run(models, mode, PROMPTS, params, backend="triton", **options)  # type: ignore[arg-type]
+    assert ours.answers == reference.answers
+    assert 0 < ours.totals.accepted < ours.totals.verified
+    if acceptance == "coupled":
+        assert ours.answers == run(tiny_models(spec=SPEC), "off", PROMPTS, params, grammars=grammars(20)).answers
 
 
 @SLOW

@@ -281,3 +281,53 @@ def test_tokenizing_loads_neither_torch_nor_transformers() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# ------------------------------------------------------------------------------------------------------ bytes of tokens
+
+
+def test_the_pieces_of_a_text_are_its_bytes(smollm2: Tokenizer) -> None:
+    pieces = smollm2.pieces(smollm2.vocab_size + 3)
+    assert pieces[-3:] == [b""] * 3, "ids without a token"
+    for text in TEXTS:
+        assert b"".join(pieces[token] for token in smollm2.encode(text)) == text.encode()
+    assert pieces[2] == b"<|im_end|>"
+    assert smollm2.pieces(100) == pieces[:100]
+
+
+def test_pieces_of_a_gguf_with_text_tokens_of_its_own(tmp_path: Path) -> None:
+    """A user-defined token is spelled as it is, not in the alphabet of bytes."""
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "t", pre="qwen2"))
+    pieces = tokenizer.pieces(tokenizer.vocab_size)
+    for text in ("x a\n\n<tool>", "12 é"):
+        assert b"".join(pieces[token] for token in tokenizer.encode(text)) == text.encode()
+
+
+def test_pieces_of_tokens_for_single_bytes() -> None:
+    """As SentencePiece has them; a text's first blank is the tokenizer's own."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {
+        "▁a": 256,
+        "b": 257,
+        "é": 258,
+        "▁": 259,
+        "<0x>": 260,
+    }
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_tokens([tokenizers.AddedToken("<▁x>", normalized=False)])
+    tokenizer = Tokenizer(source="bytes", backend=backend, vocab_size=262, special_ids=frozenset())
+    pieces = tokenizer.pieces(262)
+    assert pieces[:256] == [bytes([byte]) for byte in range(256)]
+    assert pieces[256:] == [b" a", b"b", "é".encode(), b" ", b"<0x>", "<▁x>".encode()]
+    for ids in ([256, 257, 0xC3, 0xA9, 259, 10], [258, 259, 256]):
+        assert b"".join(pieces[token] for token in ids) == tokenizer.decode(ids).encode()
+
+
+def test_tokens_that_are_words_have_no_pieces() -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "##b": 1}, unk_token="a"))
+    for decoder in (None, decoders.WordPiece()):
+        if decoder is not None:
+            backend.decoder = decoder
+        tokenizer = Tokenizer(source="words", backend=backend, vocab_size=2, special_ids=frozenset())
+        with pytest.raises(RequestError, match="words has a tokenizer whose tokens are not made of bytes"):
+            tokenizer.pieces(2)

@@ -1,0 +1,201 @@
+"""What the library makes of a form, on vocabularies small enough to walk; what it cannot compile is refused in time."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from itertools import product
+
+import numpy as np
+import pytest
+
+from slipstream import SamplingParams, StructuredOutput, grammars
+from slipstream.constraint import num_words
+from slipstream.errors import ConfigError, RequestError
+from slipstream.grammars import XGrammars
+from slipstream.testing import assert_nothing_left, tiny_tokenizer
+from tests.e2e.engines import greedy, make_llm, plain_answers, prompts_of
+from tests.e2e.test_endings import PIECES, byte_tokenizer
+
+EOS = 40
+# Beyond what `byte_tokenizer` has, so that JSON and the words below can be written in several ways.
+ENDS = frozenset([EOS])
+
+
+class Pieces:
+    """A tokenizer that is a list of bytes."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self._pieces = [*pieces, *[b""] * (EOS + 1 - len(pieces))]
+        self.special_ids = frozenset([EOS])
+        self.eos_token_ids = (EOS,)
+
+    def pieces(self, count: int) -> list[bytes]:
+        return self._pieces[:count]
+
+
+TOKENS = (
+    b"{", b"}", b'"', b"a", b'":', b"1", b"2", b",", b" ", b"no", b"n", b"o", b"yes", b"ye", b"s", b"\xc3", b"\xa9", b"-",
+    b'{"a', b'{"a":', b"1}", b"12", b"ab", b"b", b"\n", b"s!", b"[", b"]",
+)  # fmt: skip
+
+
+def made(*pieces: bytes) -> XGrammars:
+    return XGrammars(Pieces(*(pieces or TOKENS)), EOS + 1, ENDS)  # type: ignore[arg-type]
+
+
+def answers(asked: StructuredOutput, longest: int = 4) -> set[bytes]:
+    """Every complete text of at most so many tokens, by walking the masks."""
+    make, found = made().compile(asked, ENDS), set()
+
+    def walk(output: list[int]) -> None:
+        constraint, mask = make(), np.zeros((1, num_words(EOS + 1)), np.int32)
+        constraint.read(output)
+        constraint.fill([], mask)
+        for token in np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little")[: EOS + 1]).tolist():
+            if token == EOS:
+                found.add(b"".join(TOKENS[each] for each in output))
+            elif len(output) < longest:
+                walk([*output, token])
+
+    walk([])
+    return found
+
+
+def test_a_choice_is_one_of_the_texts():
+    assert answers(StructuredOutput(choice=("yes", "no"))) == {b"yes", b"no"}
+    assert answers(StructuredOutput(choice=("é", 'a"', "\n", "-"))) == {"é".encode(), b'a"', b"\n", b"-"}
+
+
+def test_an_expression_is_the_whole_text():
+    pattern = re.compile("[ab]{1,3}(1|é)?")
+    texts = {b"".join(parts) for count in range(5) for parts in product(TOKENS, repeat=count) if count < 4}
+    expected = {text for text in texts if (shown := text.decode(errors="replace")) and pattern.fullmatch(shown)}
+    assert answers(StructuredOutput(regex=pattern.pattern), 3) == expected
+    assert len(expected) > 20
+
+
+def test_a_grammar_may_go_in_circles():
+    found = answers(StructuredOutput(grammar='root ::= "a" | "[" root "]"'), 5)
+    assert found == {b"a", b"[a]", b"[[a]]"}
+
+
+def test_json_follows_its_schema():
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 12]}}, "required": ["a"]}
+    found = answers(StructuredOutput(json=schema), 4)
+    assert {json.dumps(json.loads(text)) for text in found} == {'{"a": 1}', '{"a": 12}'}
+    assert any(b" " in text for text in found) and any(b" " not in text for text in found)
+
+
+def test_blanks_between_parts_of_json_come_to_an_end():
+    constraint = made().compile(StructuredOutput(json=True), ENDS)()
+    constraint.read([0])
+    mask, blank = np.zeros((1, num_words(EOS + 1)), np.int32), TOKENS.index(b" ")
+    for count in range(grammars.MOST_WHITESPACE + 1):
+        constraint.fill([], mask)
+        allowed = mask[0, blank // 32] >> blank % 32 & 1
+        if not allowed:
+            assert count == grammars.MOST_WHITESPACE
+            return
+        constraint.read([blank])
+    pytest.fail("there may be more")
+
+
+def test_stop_ids_end_a_complete_answer_too():
+    """They stay what they are within it: here token 3 is the letter a."""
+    constraint = made().compile(StructuredOutput(regex="(ab)+"), frozenset([9, EOS]))()
+    mask = np.zeros((2, num_words(EOS + 1)), np.int32)
+    constraint.fill([22], mask)
+    bits = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")[:, : EOS + 1]
+    assert [np.flatnonzero(row).tolist() for row in bits] == [[3, 22], [3, 9, 22, EOS]]
+
+
+def test_special_tokens_are_no_text():
+    tokenizer = Pieces(b"a", b"<s>", b"<", b"s>")
+    tokenizer.special_ids = frozenset([1, EOS])
+    constraint = XGrammars(tokenizer, EOS + 1, ENDS).compile(StructuredOutput(regex="<s>"), ENDS)()  # type: ignore[arg-type]
+    mask = np.zeros((1, num_words(EOS + 1)), np.int32)
+    constraint.fill([], mask)
+    assert np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little")[: EOS + 1]).tolist() == [2]
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"json": {"type": "frob"}}, 'json cannot be compiled: .*Unsupported type "frob"'),
+        ({"json": {"$ref": "#"}}, r"json cannot be compiled: .*Circular \$ref"),
+        ({"json": {"$ref": "#/nowhere"}}, "json cannot be compiled"),
+        ({"regex": "(a"}, "regex cannot be compiled: .*parenthesis"),
+        ({"regex": "(?=a)b"}, "regex cannot be compiled: .*Lookahead"),
+        ({"regex": r"(a)\1"}, "regex cannot be compiled: .*Backreference"),
+        ({"regex": "(" * 3000 + "a" + ")*" * 3000}, "regex cannot be compiled: .*[Nn]est"),
+        ({"grammar": "root ::= foo"}, "grammar cannot be compiled: .*foo"),
+        ({"grammar": 'a ::= "b"'}, "grammar cannot be compiled: .*root"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compiled_is_refused_before_it_is_queued(fields, says):
+    llm = make_llm("off")
+    llm.grammars = made()
+    asked = SamplingParams(structured=StructuredOutput(**fields))
+    prompts = prompts_of(4, 5)
+    stream = llm.stream(prompts[0], greedy(8))
+    chunks = [next(stream)]
+    with pytest.raises(RequestError, match=rf"structured\.{says}"):
+        llm.generate(prompts, [greedy(4), asked])
+    assert sum((chunk.token_ids for chunk in [*chunks, *stream]), ()) == plain_answers(prompts, greedy(8))[0]
+    assert_nothing_left(llm.engine)
+
+
+def test_a_tokenizer_of_words_is_refused():
+    llm = make_llm("off")
+    with pytest.raises(RequestError, match="tiny has a tokenizer whose tokens are not made of bytes"):
+        llm.generate(prompts_of(4), SamplingParams(structured=StructuredOutput(regex="a")))
+
+
+def test_a_model_without_an_end_is_refused():
+    maker = XGrammars(tiny_tokenizer(), 64, frozenset())
+    with pytest.raises(RequestError, match="needs a token that ends the answer"):
+        maker.compile(StructuredOutput(regex="a"), frozenset())
+
+
+def test_without_the_library_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(ConfigError, match=r"pip install 'slipstream\[structured\]'"):
+        made().compile(StructuredOutput(regex="a"), ENDS)
+
+
+def test_what_takes_too_long_is_refused(monkeypatch):
+    monkeypatch.setattr(grammars, "MOST_SECONDS", 0.05)
+    monkeypatch.setitem(grammars._COMPILE, "regex", lambda compiler, asked: time.sleep(0.5))
+    with pytest.raises(RequestError, match=r"structured\.regex takes longer than 0\.05 s"):
+        made().compile(StructuredOutput(regex="a"), ENDS)
+
+
+BOMB = """
+import os, sys
+from tests.e2e.test_grammars import ENDS, made
+from slipstream import StructuredOutput, grammars
+from slipstream.errors import RequestError
+grammars.MOST_SECONDS = 2.0
+rules = [f"r{i} ::= r{i + 1} r{i + 1}" for i in range(25)]
+text = chr(10).join([*rules, 'r25 ::= "a" | ""', "root ::= r0"])
+try:
+    made().compile(StructuredOutput(grammar=text), ENDS)
+    print("compiled", flush=True)
+except RequestError as error:
+    print(error, flush=True)
+os._exit(0)  # what explodes goes on
+"""
+
+
+def test_a_grammar_that_explodes_is_refused():
+    done = subprocess.run([sys.executable, "-c", BOMB], capture_output=True, text=True, timeout=120)
+    assert "structured.grammar takes longer than 2 s to compile" in done.stdout, done
+
+
+def test_pieces_are_the_bytes_of_tokens():
+    assert byte_tokenizer().pieces(len(PIECES) + 2) == [*PIECES, b"", b""]
