@@ -7,7 +7,7 @@ Called between verify and accept; knows nothing of grammars.
 import torch
 from torch import Tensor
 
-_ELEMENTS_AT_ONCE = 1 << 26  # of places times vocabulary: what is made meanwhile stays below half a GiB
+_ELEMENTS_AT_ONCE = 1 << 25  # of places times vocabulary: what is made meanwhile stays below half a GiB
 
 
 def strike(logits: Tensor, masks: Tensor, sequences: Tensor, cu_outputs: Tensor, widths: Tensor) -> Tensor:

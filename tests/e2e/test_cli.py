@@ -337,6 +337,8 @@ def test_an_unknown_flag_is_wrong_use(run: Run) -> None:
         ({"adaptive_speculative_min_gain": 0.1}, ["adaptive_speculative_min_gain", "no effect"]),
         ({"page_size": 0}, ["page_size is 0"]),
         ({"deterministic": "yes"}, ["deterministic is 'yes'", "true or false"]),
+        ({"structured": {"jsn": True}}, ["structured has no 'jsn'"]),
+        ({"structured": {"regex": "(a"}}, ["structured.regex cannot be compiled"]),
     ],
 )
 def test_wrong_options_in_a_file_are_named(
@@ -345,6 +347,14 @@ def test_wrong_options_in_a_file_are_named(
     path = tmp_path / "options.json"
     path.write_text(json.dumps(options))
     refuses(run("generate", "hello", *tiny, "--config", path), 2, *says)
+
+
+def test_a_form_comes_from_a_file(run: Run, tiny: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "options.json"
+    path.write_text(json.dumps({"structured": {"choice": ["yes", "no"], "after": None}, "max_tokens": 9, "n": 3}))
+    found = run("generate", "hello", *tiny, "--config", path, "--temperature", 1, "--seed", 1, "--json").json
+    assert {answer["text"] for answer in found["answers"]} <= {"yes", "no"}
+    assert all(answer["finish_reason"] == "stop" for answer in found["answers"])
 
 
 @pytest.mark.parametrize("prompt", ["", "  \n"])
