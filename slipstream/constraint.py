@@ -29,11 +29,12 @@ class Matcher(Protocol):
     def accept(self, token_id: int) -> bool:
         """Move on by a token. False: the grammar has none of it here, and the place is what it was."""
 
-    def fill(self, masks_np: Int32s, row: int) -> None:
-        """Write masks_np[row], of [rows, words]: the tokens that may come next, ends among them where it is complete."""
+    def look_ahead(self, drafts: Sequence[int], masks_np: Int32s) -> None:
+        """Write what may come after the first j drafts, masks_np[j], j = 0 .. len(drafts), [len(drafts) + 1, words].
 
-    def rollback(self, count: int) -> None:
-        """Back by so many accepted tokens."""
+        Ends are among it where the grammar is complete; no draft is one. Rows behind a draft that is forbidden stay what
+        they were. The place does not move.
+        """
 
 
 class Marker:
@@ -83,21 +84,25 @@ def _completed_within(text: bytes, piece: bytes) -> set[int]:
 
 
 class Constraint:
-    """Of one answer. After `read` of all committed tokens, `fill` looks ahead and leaves it where it was."""
+    """Of one answer."""
 
     def __init__(self, matcher: Matcher, ends: frozenset[int], vocab_size: int, marker: Marker | None = None) -> None:
         """ends: tokens after which nothing comes."""
-        self._matcher, self._ends, self._marker = matcher, ends, marker
-        self._last_word = np.int32(np.uint32((1 << (vocab_size - 1) % 32 + 1) - 1).view(np.int32))  # its bits below V
+        self._matcher, self._ends, self._marker = matcher, ends, marker  # no marker: it was found, or is none
         self._state = 0  # of the marker
-        self._is_free = marker is not None
+        self._last_word = np.int32(np.uint32((1 << (vocab_size - 1) % 32 + 1) - 1).view(np.int32))  # its bits below V
         self.num_read = 0
 
     def read(self, token_ids: Sequence[int]) -> None:
         """Committed tokens, each once and in order; none of them ends the answer."""
         for token in token_ids:
-            taken = self._take(token)
-            assert taken, f"token {token} was emitted at {self.num_read}, where the grammar forbids it"
+            if self._marker is None:
+                taken = self._matcher.accept(token)
+                assert taken, f"token {token} was emitted at {self.num_read}, where the grammar forbids it"
+            else:
+                self._state = self._marker.follow(self._state, token)
+                if self._state == self._marker.length:
+                    self._marker = None
             self.num_read += 1
 
     def fill(self, drafts: Sequence[int], masks_np: Int32s) -> str | None:
@@ -106,41 +111,33 @@ class Constraint:
         Places after a draft that is forbidden, or ends the answer, are never reached: there everything stays allowed.
         Returns why nothing can come next, where that is so.
         """
-        begun, was_free, state, taken = time.perf_counter(), self._is_free, self._state, 0
+        begun = time.perf_counter()
+        drafts = drafts[: next((place for place, draft in enumerate(drafts) if draft in self._ends), len(drafts))]
         masks_np[:] = -1
-        self._fill(masks_np, 0)
-        for place, draft in enumerate(drafts):
-            if draft in self._ends or not _allows(masks_np[place], draft):
-                break
-            is_free = self._is_free
-            if not self._take(draft):
-                break
-            taken += not is_free
-            self._fill(masks_np, place + 1)
-        if taken:
-            self._matcher.rollback(taken)
-        self._is_free, self._state = was_free, state
+        first = self._fill_free(drafts, masks_np)
+        if first <= len(drafts):
+            self._matcher.look_ahead(drafts[first:], masks_np[first : len(drafts) + 1])
         if time.perf_counter() - begun > MOST_SECONDS:
             masks_np[0] = 0
             return f"its grammar takes longer than {MOST_SECONDS:g} s for a step: write one that is less ambiguous"
         masks_np[0, -1] &= self._last_word
         return None if masks_np[0].any() else "no token of the vocabulary continues what its grammar asks for"
 
-    def _take(self, token: int) -> bool:
-        if not self._is_free:
-            return self._matcher.accept(token)
-        assert self._marker is not None
-        self._state = self._marker.follow(self._state, token)
-        self._is_free = self._state < self._marker.length
-        return True
+    def _fill_free(self, drafts: Sequence[int], masks_np: Int32s) -> int:
+        """Places ahead of the marker's end; returns the first one behind it, beyond all where there is none."""
+        if self._marker is None:
+            return 0
+        state = self._state
+        for place, draft in enumerate(drafts):
+            masks_np[place] = self._marker.mask_np(state)
+            if not allows(masks_np[place], draft):
+                return len(drafts) + 1
+            state = self._marker.follow(state, draft)
+            if state == self._marker.length:
+                return place + 1
+        masks_np[len(drafts)] = self._marker.mask_np(state)
+        return len(drafts) + 1
 
-    def _fill(self, masks_np: Int32s, place: int) -> None:
-        if self._is_free:
-            assert self._marker is not None
-            masks_np[place] = self._marker.mask_np(self._state)
-        else:
-            self._matcher.fill(masks_np, place)
 
-
-def _allows(mask_np: Int32s, token_id: int) -> bool:
+def allows(mask_np: Int32s, token_id: int) -> bool:
     return bool(mask_np[token_id // 32] >> (token_id % 32) & 1)

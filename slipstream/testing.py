@@ -150,26 +150,25 @@ class TableMatcher:
 
     def __init__(self, after: NDArray[np.int64], final: Collection[int], ends: Collection[int]) -> None:
         self._after, self._final, self._ends = after, final, ends
-        self._states = [0]
+        self._state = 0
 
     def accept(self, token_id: int) -> bool:
-        state = int(self._after[self._states[-1], token_id])
-        if state >= 0:
-            self._states.append(state)
+        state = int(self._after[self._state, token_id])
+        self._state = state if state >= 0 else self._state
         return state >= 0
 
-    def fill(self, masks_np: Int32s, row: int) -> None:
-        masks_np[row] = packed(self.allowed())
+    def look_ahead(self, drafts: Sequence[int], masks_np: Int32s) -> None:
+        state = self._state
+        masks_np[0] = packed(self._allowed(state))
+        for place, draft in enumerate(drafts):
+            state = int(self._after[state, draft])
+            if state < 0:
+                return
+            masks_np[place + 1] = packed(self._allowed(state))
 
-    def rollback(self, count: int) -> None:
-        assert count < len(self._states), (count, self._states)
-        del self._states[len(self._states) - count :]
-
-    def allowed(self) -> NDArray[np.bool_]:
-        """[V]"""
-        allowed: NDArray[np.bool_] = self._after[self._states[-1]] >= 0
-        ends = [token for token in self._ends if token < len(allowed)]
-        allowed[ends] |= self._states[-1] in self._final
+    def _allowed(self, state: int) -> NDArray[np.bool_]:
+        allowed: NDArray[np.bool_] = self._after[state] >= 0
+        allowed[[token for token in self._ends if token < len(allowed)]] |= state in self._final
         return allowed
 
 

@@ -1,17 +1,21 @@
 """What the library makes of a form, on vocabularies small enough to walk; what it cannot compile is refused in time."""
 
 import json
+import random
 import re
 import subprocess
 import sys
 import time
+from functools import cache
 from itertools import product
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slipstream import SamplingParams, StructuredOutput, grammars
-from slipstream.constraint import num_words
+from slipstream.constraint import allows, num_words
 from slipstream.errors import ConfigError, RequestError
 from slipstream.grammars import XGrammars
 from slipstream.testing import assert_nothing_left, tiny_tokenizer
@@ -43,6 +47,11 @@ TOKENS = (
 
 def made(*pieces: bytes) -> XGrammars:
     return XGrammars(Pieces(*(pieces or TOKENS)), EOS + 1, ENDS)  # type: ignore[arg-type]
+
+
+@cache
+def library() -> XGrammars:
+    return made()
 
 
 def answers(asked: StructuredOutput, longest: int = 4) -> set[bytes]:
@@ -111,6 +120,23 @@ def test_stop_ids_end_a_complete_answer_too():
     assert [np.flatnonzero(row).tolist() for row in bits] == [[3, 22], [3, 9, 22, EOS]]
 
 
+def test_ends_beyond_the_vocabulary_are_left_out():
+    constraint = library().compile(StructuredOutput(regex="a"), frozenset([EOS, 10**6]))()
+    mask = np.zeros((2, num_words(EOS + 1)), np.int32)
+    constraint.fill([3], mask)
+    assert allows(mask[1], EOS) and not allows(mask[0], EOS)
+
+
+def test_what_was_compiled_is_not_compiled_again(monkeypatch):
+    maker, calls = made(), []
+    monkeypatch.setitem(
+        grammars._COMPILE, "regex", lambda compiler, texts: calls.append(1) or compiler.compile_regex(texts[0])
+    )
+    for after in (None, "a", "b", None):
+        maker.compile(StructuredOutput(regex="ab*", after=after), ENDS)
+    assert len(calls) == 1
+
+
 def test_special_tokens_are_no_text():
     tokenizer = Pieces(b"a", b"<s>", b"<", b"s>")
     tokenizer.special_ids = frozenset([1, EOS])
@@ -118,6 +144,38 @@ def test_special_tokens_are_no_text():
     mask = np.zeros((1, num_words(EOS + 1)), np.int32)
     constraint.fill([], mask)
     assert np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little")[: EOS + 1]).tolist() == [2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from(["[ab]{2,6}", "(a|ab|\\[b\\])*1", "(yes|no)(, (yes|no)s?)*", "a"]))
+def test_looking_ahead_is_going_there_and_back(seed, regex):
+    """Masks of a block are those that the library gives token by token, and the place has not moved."""
+    make, draw = library().compile(StructuredOutput(regex=regex), ENDS), random.Random(seed)
+    constraint, output = make(), []
+
+    def mask_after(tokens):
+        there, mask = make(), np.zeros((1, num_words(EOS + 1)), np.int32)
+        there.read(tokens)
+        there.fill([], mask)
+        return mask[0]
+
+    for _ in range(4):
+        drafts, masks = [], np.zeros((5, num_words(EOS + 1)), np.int32)
+        while len(drafts) < 4:  # mostly what is allowed
+            likely = [token for token in range(EOS) if allows(mask_after([*output, *drafts]), token)]
+            if not likely or draw.random() < 0.2:
+                break
+            drafts.append(draw.choice(likely))
+        block = [*drafts, *(draw.randrange(EOS + 1) for _ in range(4 - len(drafts)))]
+        constraint.fill(block, masks)
+        for place in range(5):
+            before = [*output, *block[:place]]
+            reached = EOS not in block[:place] and all(
+                allows(mask_after(before[:k]), before[k]) for k in range(len(output), len(before))
+            )
+            assert masks[place].tolist() == (mask_after(before).tolist() if reached else [-1] * masks.shape[1])
+        output += drafts[:2]
+        constraint.read(drafts[:2])
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals
