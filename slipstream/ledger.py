@@ -19,8 +19,7 @@ from slipstream.request import Request
 UInt8s: TypeAlias = NDArray[np.uint8]
 
 # Bits of `Ledger.sampling`. A greedy request has none of the first four, whatever it asks for.
-SAMPLED, TOP_K, TOP_P, MIN_P, PENALTY, EDIT = 1, 2, 4, 8, 16, 32
-CONSTRAINED = 128
+SAMPLED, TOP_K, TOP_P, MIN_P, PENALTY, EDIT, CONSTRAINED = 1, 2, 4, 8, 16, 32, 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,6 +4,7 @@ Identity over random drafters and shaped requests is in tests/lossless/test_iden
 a real tokenizer in test_structured_smollm2.py.
 """
 
+import dataclasses
 import itertools
 from functools import cache
 
@@ -29,7 +30,7 @@ from tests.e2e.engines import (
     prompts_of,
 )
 from tests.e2e.grammars import ANY, EOS, allowed_after, automaton, grammars, plain_answer
-from tests.lossless.harness import GAP
+from tests.lossless.harness import GAP, scores_after
 
 LOOPS = pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
 MODES = pytest.mark.parametrize("mode", ["off", *SPECULATING])
@@ -299,6 +300,29 @@ def test_streams_and_stop_strings(mode):
     chunks = list(llm.stream(PROMPTS[0], stopping))
     assert "".join(chunk.text for chunk in chunks) == answer.text
     assert sum((chunk.token_ids for chunk in chunks), ()) == answer.token_ids
+    assert_nothing_left(llm.engine)
+
+
+@LOOPS
+@MODES
+def test_log_probabilities_are_the_targets_own(mode, overlap):
+    """Read from rows that no mask has touched: what is forbidden is among the most probable ones."""
+    params = params_for(1.0, logprobs=3)
+    llm = llm_for(mode, params, overlap=overlap, num_drafts=5, wrong=WRONG["some"])
+    free = params_for(1.0, logprobs=3)[1]
+    answers, forbidden = llm.generate(PROMPTS, params), 0
+    for prompt, each, answer in zip(PROMPTS, params, answers, strict=True):
+        assert len(answer.logprobs) == len(answer.token_ids)
+        for place, entry in enumerate(answer.logprobs):
+            before = list(answer.token_ids[:place])
+            scores = scores_after(models_with(), [*prompt, *before], dataclasses.replace(free, temperature=0.0))
+            expected = scores.log_softmax(0)
+            assert entry.token_id == answer.token_ids[place]
+            assert entry.logprob == pytest.approx(float(expected[entry.token_id]), abs=1e-4)
+            if each.structured is not None:
+                allowed = allowed_after(before, VOCAB)
+                forbidden += sum(not allowed[token] for token, _ in entry.top)
+    assert forbidden > 10
     assert_nothing_left(llm.engine)
 
 

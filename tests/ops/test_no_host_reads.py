@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.ops.logprobs import report
 from slipstream.ops.allowed import strike
+from slipstream.ops.logprobs import report
 from slipstream.ops.noise import CounterSource, gumbel
 from slipstream.ops.rank import rank
 from slipstream.ops.reject import count_accepted_coupled, draft_sample, reject
