@@ -97,19 +97,20 @@ STRUCTURED = StructuredOutput(grammar="root ::= [a-z]*")  # what the automaton o
 
 
 @pytest.mark.parametrize(
-    ("mode", "acceptance"),
+    ("mode", "acceptance", "deterministic"),
     [
-        pytest.param("lag-budget", "coupled"), pytest.param("static", "coupled", marks=SLOW),
-        pytest.param("lag", "rejection", marks=SLOW),
+        ("lag-budget", "coupled", False),
+        pytest.param("static", "coupled", True, marks=SLOW),
+        pytest.param("lag", "rejection", False, marks=SLOW),
     ],
-)  # fmt: skip
-def test_grammars_strike_rows_beside_the_graphs(device: str, mode: str, acceptance: str) -> None:
+)
+def test_grammars_strike_rows_beside_the_graphs(device: str, mode: str, acceptance: str, deterministic: bool) -> None:
     """Two requests are constrained, two are not."""
     params = [replace(p, structured=STRUCTURED) if i < 2 else p for i, p in enumerate(params_for(1.0))]
     options = {"num_drafts": 3, "concurrency": 3, "grammars": grammars(20), "acceptance": acceptance}
     reference = run(tiny_models("dspark", spec=SPEC), mode, PROMPTS, params, **options)  # type: ignore[arg-type]
     models = on(device, tiny_models("dspark", spec=SPEC))
-    ours = run(models, mode, PROMPTS, params, backend="triton", **options)  # type: ignore[arg-type]
+    ours = run(models, mode, PROMPTS, params, backend="triton", deterministic=deterministic, **options)  # type: ignore[arg-type]
     assert ours.answers == reference.answers
     assert 0 < ours.totals.accepted < ours.totals.verified
     if acceptance == "coupled":
