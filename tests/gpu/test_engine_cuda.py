@@ -201,7 +201,9 @@ def test_padding_touches_nothing_that_lives() -> None:
 def living(engine: Engine) -> list[torch.Tensor]:
     """Copies of all that belongs to somebody: slot rows, and every page but the scratch page."""
     state, slots = engine.state, engine.state.padding_slot
-    rows = [getattr(state, f.name)[:slots].clone() for f in fields(state)]
+    parts = [getattr(state, f.name) for f in fields(state) if f.name != "shaping"]
+    parts += [getattr(state.shaping, f.name) for f in fields(state.shaping)]
+    rows = [part[:slots].clone() for part in parts]
     pages = [t[:, torch.arange(t.shape[1], device=t.device) != SCRATCH_PAGE] for t in pool_tensors(engine)]
     return rows + [t.clone() for t in pages]
 

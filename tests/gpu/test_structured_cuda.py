@@ -10,6 +10,7 @@ from slipstream.draft.ngram import NGramDraft
 from slipstream.ops.allowed import strike
 from slipstream.testing import tiny_models, tiny_spec
 from tests.e2e.grammars import ANY, grammars
+from tests.gpu.test_engine_cuda import no_synchronisation
 from tests.lossless.harness import on, run
 from tests.ops.test_allowed import case
 
@@ -54,11 +55,9 @@ def test_rows_are_struck_as_on_the_cpu(dtype: torch.dtype) -> None:
         assert torch.equal(there.cpu(), strike(logits, **arguments))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_striking_does_not_wait() -> None:
     logits, arguments, _ = case(3, 70, 4)
     moved, placed = logits.cuda(), {name: value.cuda() for name, value in arguments.items()}
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         strike(moved, **placed)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
