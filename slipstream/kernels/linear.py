@@ -110,7 +110,8 @@ def _product(
     ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j), or (j, i): BLOCK_N rows of the weight (gate and up in turns if gated) for BLOCK_M rows of x."""
-    # Rows beyond the last are computed from the last and not stored: cheaper than masks in the loop.
+    # Rows beyond the last are computed from the others and not stored: cheaper than masks in the loop. From one each, for
+    # all of them from a single row would have all programs ask for the same few lines of memory at once.
     column_tile, row_tile = tl.program_id(1 if ROWS_FIRST else 0), tl.program_id(0 if ROWS_FIRST else 1)
     columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if GATED:
@@ -119,7 +120,7 @@ def _product(
         weight_ids = tl.minimum(columns, NUM_OUT - 1)
     weight_rows = weight + weight_ids.to(tl.int64) * NUM_IN
     rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    x_rows = x + tl.minimum(rows, num_rows - 1).to(tl.int64) * x_stride
+    x_rows = x + (rows % num_rows).to(tl.int64) * x_stride
 
     if GATED:
         outputs = column_tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)

@@ -44,6 +44,10 @@ MAX_ROUNDS = 12  # where others disturb
 DISTURBED = 1.3  # a plain step that takes so many times a quiet one
 QUIET_RANK = 10
 MAX_REPEATS = 3  # of a point in one round
+SUSTAINED_ROUNDS, SUSTAINED_S = (
+    2,
+    0.08,
+)  # where steps are padded, on a GPU: one that multiplies for long lowers its clock
 MIN_MS = 1e-3  # of a step without its KV terms
 POINT_SHARE = 0.2  # of the budget that one point may cost
 NUM_NEEDED = 2  # first points, timed whatever they cost: without a plain step and one of S drafts there is no model
@@ -386,10 +390,12 @@ def _time(engine: Engine, wanted: Sequence[Point], needed: Sequence[Point], budg
     tries: dict[Point, list[_Try]] = {}
     too_large: set[Point] = set()
     clock, watch = _Clock(budget_s), _Watch(engine, wanted[0])
+    padded = bool(engine.backend.row_buckets)
+    rounds = SUSTAINED_ROUNDS if padded else ROUNDS
     for _, point in product(range(MAX_ROUNDS), wanted):
-        if point in too_large or sum(map(watch.is_quiet, tries.get(point, ()))) >= ROUNDS:
+        if point in too_large or sum(map(watch.is_quiet, tries.get(point, ()))) >= rounds:
             continue
-        repeats = _affordable_repeats(point, [t.timed for found in tries.values() for t in found], clock)
+        repeats = _affordable_repeats(point, [t.timed for found in tries.values() for t in found], clock, padded)
         if point in needed and point not in tries:
             repeats = max(1, repeats)
         if repeats < 1:
@@ -403,7 +409,8 @@ def _time(engine: Engine, wanted: Sequence[Point], needed: Sequence[Point], budg
             too_large.add(point)
             continue
         tries.setdefault(point, []).append(_Try(Timed(point, step.draft_ms, step.verify_ms), watch.look()))
-    best = {point: _shortest(found, watch, point in needed) for point, found in tries.items()}
+    keep = _last if padded else _shortest
+    best = {point: keep(_quiet(found, watch, point in needed)) for point, found in tries.items()}
     if wanted[0] in best and watch.looks:
         best[wanted[0]] = Timed(wanted[0], 0.0, watch.quiet_ms)
     return [timed for point in wanted if (timed := best.get(point)) is not None]
@@ -417,11 +424,19 @@ def _drafted(engine: Engine, width: int) -> int:
     return min(length for length in draft_lengths(engine.scheduler.limits.max_drafts) if length >= width)
 
 
-def _shortest(tries: Sequence[_Try], watch: "_Watch", needed: bool) -> Timed | None:
-    quiet = [t.timed for t in tries if watch.is_quiet(t)] or [t.timed for t in tries if needed]
-    if not quiet:
+def _quiet(tries: Sequence[_Try], watch: "_Watch", needed: bool) -> list[Timed]:
+    return [t.timed for t in tries if watch.is_quiet(t)] or [t.timed for t in tries if needed]
+
+
+def _shortest(tries: Sequence[Timed]) -> Timed | None:
+    if not tries:
         return None
-    return Timed(quiet[0].point, min(t.draft_ms for t in quiet), min(t.verify_ms for t in quiet))
+    return Timed(tries[0].point, min(t.draft_ms for t in tries), min(t.verify_ms for t in tries))
+
+
+def _last(tries: Sequence[Timed]) -> Timed | None:
+    """By then it was known how often it has to run."""
+    return tries[-1] if tries else None
 
 
 class _Watch:
@@ -458,8 +473,11 @@ class _Watch:
         return one.reference_ms <= DISTURBED * self.quiet_ms
 
 
-def _affordable_repeats(point: Point, timed: Sequence[Timed], clock: _Clock) -> int:
-    """How often the point may run, beside the run that is not counted; 0 if it costs too much."""
+def _affordable_repeats(point: Point, timed: Sequence[Timed], clock: _Clock, sustained: bool) -> int:
+    """How often the point may run, beside the run that is not counted; 0 if it costs too much.
+
+    sustained: for SUSTAINED_S, if that is more often than otherwise.
+    """
     left_s = clock.left_s()
     if left_s <= 0:
         return 0
@@ -468,4 +486,5 @@ def _affordable_repeats(point: Point, timed: Sequence[Timed], clock: _Clock) -> 
     expected_s = 1e-3 * min(bounds, default=0.0)
     if expected_s == 0.0:
         return MAX_REPEATS
-    return min(MAX_REPEATS, int(min(POINT_SHARE * clock.budget_s, left_s) / expected_s) - 1)
+    most = max(MAX_REPEATS, int(SUSTAINED_S / expected_s)) if sustained else MAX_REPEATS
+    return min(most, int(min(POINT_SHARE * clock.budget_s, left_s) / expected_s) - 1)

@@ -217,6 +217,18 @@ def test_where_drafts_are_recorded_only_recorded_lengths_are_drafted(monkeypatch
     assert set(found.table.ms) == {5.0}
 
 
+def test_on_a_gpu_a_point_runs_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are fast there at first: here as long as no more than five have run in a row."""
+
+    def time_step(engine: Any, *, repeats: int, **shape: int) -> StepTime:
+        return StepTime(0.5, 4.0 if repeats <= 5 else 5.0)
+
+    monkeypatch.setattr(profile, "time_step", time_step)
+    found = survey(engine(row_buckets=row_buckets(128)), KEY, budget_s=60)
+    assert {t.verify_ms for t in found.timed} == {5.0}
+    assert {t.verify_ms for t in survey(engine(), KEY, budget_s=60).timed} == {4.0}
+
+
 def test_draft_times_are_apart_from_the_target(machine: list[tuple[int, int, int]]) -> None:
     found = survey(engine(), KEY, budget_s=60).profile
     assert found.draft.lengths == (1, 2, 3, 4, 5, 6, 7)
