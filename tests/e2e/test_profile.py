@@ -32,10 +32,10 @@ def llm_for(models: Models, mode: str = "lag", cost_model: str = "auto", **optio
 
 @pytest.fixture
 def short_survey(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Surveys at start are cut to a second; the budgets of those that were made."""
+    """Surveys at start are cut to three seconds; the budgets of those that were made."""
     made: list[float] = []
 
-    def measure(engine: object, key: object, budget_s: float = 1.0) -> CostProfile:
+    def measure(engine: object, key: object, budget_s: float = 3.0) -> CostProfile:
         made.append(budget_s)
         return profile.measure(engine, key, budget_s)  # type: ignore[arg-type]
 
