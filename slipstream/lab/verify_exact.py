@@ -7,8 +7,10 @@ have failed, and is inconclusive. Called by `slipstream verify-exact`; which fig
 is made by `verify_exact_report`.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -19,7 +21,8 @@ import torch
 from slipstream.backends import Adapt
 from slipstream.config import SamplingParams, Signal
 from slipstream.decide.cost import CostModel, DraftTimes, LinearCost, TableCost
-from slipstream.decide.policy import Adaptive, Float32s, Policy, WaitsFor
+from slipstream.decide.policy import NO_COST_MODEL, Adaptive, Float32s, Policy, WaitsFor
+from slipstream.decide.policy import log as policy_log
 from slipstream.decide.survival import SurvivalModel
 from slipstream.draft.base import Drafter
 from slipstream.errors import EngineError
@@ -100,11 +103,26 @@ def start(
         policy = policy or RandomWidths(options.seed)
     scripted = policy is None and config.enable_adaptive_speculative_decode and config.cost_model == "auto"
     config = replace(config, cost_model="none") if scripted else config  # nothing is measured at start
-    llm = LLM(models, speculative=config, policy=policy, **given)
+    with _unsaid(NO_COST_MODEL):  # it gets one below
+        llm = LLM(models, speculative=config, policy=policy, **given)
     if scripted and isinstance(llm.engine.policy, Adaptive):
         linear = bool(config.adaptive_speculative_min_gain)
         llm.engine.policy.cost = price(options.concurrency, llm.engine.scheduler.limits.max_drafts, linear=linear)
     return llm
+
+
+@contextmanager
+def _unsaid(text: str) -> Iterator[None]:
+    """Warnings of a policy that hold this text are left out."""
+
+    def other(record: logging.LogRecord) -> bool:
+        return text not in record.getMessage()
+
+    policy_log.addFilter(other)
+    try:
+        yield
+    finally:
+        policy_log.removeFilter(other)
 
 
 class _Plain(RandomWidths):
