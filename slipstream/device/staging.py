@@ -132,14 +132,15 @@ class Mailbox:
 class Export:
     """A device value on its way to the host. `wait` is the only call that blocks."""
 
-    def __init__(self, copy: Tensor, event: torch.cuda.Event | None, source: Tensor) -> None:
+    def __init__(self, copy: Tensor, buffer: "_Pinned | None", source: Tensor) -> None:
         self._copy = copy
-        self._event = event
+        self._buffer = buffer
         self._source = source  # its memory must not go to anybody else while it is copied
 
     def wait(self) -> NDArray[Any]:
-        if self._event is not None:
-            self._event.synchronize()
+        if self._buffer is not None:
+            self._buffer.event.synchronize()
+            self._buffer.arrived = True
         value: NDArray[Any] = self._copy.numpy()
         return value
 
@@ -172,11 +173,15 @@ class Exporter:
         finally:
             torch.cuda.set_stream(self._compute)
         buffer.event.record(self._stream)
-        return Export(buffer.view, buffer.event, tensor)
+        buffer.arrived = False
+        return Export(buffer.view, buffer, tensor)
 
     def fence(self, kind: str) -> None:
-        """What is launched from now on may write where values of this kind were copied from."""
-        if kind in self._rings:
+        """What is launched from now on may write where values of this kind were copied from.
+
+        Nothing is put into the stream where the host has seen the latest of them arrive.
+        """
+        if kind in self._rings and not self._rings[kind].latest.arrived:
             assert self._compute is not None
             self._compute.wait_event(self._rings[kind].latest.event)
 
@@ -186,6 +191,7 @@ class _Pinned:
 
     def __init__(self, like: Tensor, room: int) -> None:
         self.memory = torch.empty(room, dtype=like.dtype, pin_memory=True)
+        self.arrived = False  # the host has waited for the latest copy to it
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.view = self.view_of(like)
 

@@ -1,9 +1,12 @@
 """Transfers: what is posted arrives at the same addresses, padded; what is exported keeps its value."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from slipstream.device import staging
 from slipstream.device.staging import Exporter, Mailbox, Uploader
 
 CPU = torch.device("cpu")
@@ -61,3 +64,39 @@ def test_uploads_of_any_size_keep_shape_and_type() -> None:
         assert moved["a"].tolist() == list(range(size))
         assert moved["b"].shape == (size, 2)
         assert moved["b"].dtype == torch.float32
+
+
+def test_a_fence_is_left_out_where_the_host_has_seen_the_copy_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made-up streams: each kind by its latest copy, and only a copy that was waited for counts."""
+    waited: list[object] = []
+    stream = SimpleNamespace(wait_event=waited.append)
+
+    def pinned(like: torch.Tensor, room: int) -> SimpleNamespace:
+        event = SimpleNamespace(record=lambda _: None, synchronize=lambda: None)
+        view = torch.empty_like(like)
+        return SimpleNamespace(event=event, view=view, arrived=False, fits=lambda _: True)
+
+    monkeypatch.setattr(staging, "_Pinned", pinned)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda _: None)
+    exporter = Exporter(torch.device("cpu"), num_buffers=2)
+    exporter._stream, exporter._compute = SimpleNamespace(wait_event=lambda _: None), stream
+
+    first, other = exporter.start("confidence", torch.ones(3)), exporter.start("result", torch.ones(3))
+    first.wait()
+    exporter.fence("confidence")
+    assert not waited
+    exporter.fence("result")
+    assert len(waited) == 1
+    second = exporter.start("confidence", torch.ones(3))
+    first.wait()  # again: it says nothing of the second
+    exporter.fence("confidence")
+    assert len(waited) == 2
+    second.wait()
+    third = exporter.start("confidence", torch.ones(3))  # into the first one's memory
+    exporter.fence("confidence")
+    assert len(waited) == 3
+    third.wait()
+    other.wait()
+    exporter.fence("confidence")
+    exporter.fence("result")
+    assert len(waited) == 3
