@@ -34,6 +34,7 @@ MODES = ("off", "static", "adaptive", "lag", "lag-budget", LATE)
 REQUESTS_EACH = 4  # of every slot, in a wave
 FEWEST_REQUESTS = 8
 NO_LIMIT = 1 << 30  # tokens of an answer that ends by itself
+EXTRA = ("oracle", "lag-2", "lag-raw")  # simulated beside what was measured, with every static S
 SHAPES = {"8b": "random:qwen3-8b", "smollm2": "smollm2-135m"}
 
 
@@ -91,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.command == "simulate":
         simulate(options.out)
     else:
-        tables = {"cells": table(list(cells(options.out))), "simulated": compared(options.out)}
+        out = options.out
+        tables = {"cells": table(list(cells(out))), "simulated": compared(out), "static": best_static(out)}
         if options.page is not None:
             fill(options.page, tables)
         print("\n\n".join("\n".join(lines) for lines in tables.values()))
@@ -196,13 +198,13 @@ def simulate(folder: Path) -> None:
         measured, first = {row["mode"]: row for row in report["rows"]}, report["rows"][0]
         profile = Path("runs") / "cost.json"
         CostProfile.from_dict(report["cost_model"]).save(profile)
-        policies = [mode for mode in measured if mode != LATE]
+        policies = [mode for mode in measured if mode not in (LATE, "static")] + [*EXTRA]
         kind = first["prompts"] if first["prompts"] in SETS else None
         drafts, waves = measured["lag"]["num_speculative_tokens"], first["waves"]
         exposed = measured["adaptive"]["gap_us"] - measured["lag"]["gap_us"]
         options = SimulateOptions(
             trace=Path(first["acceptance"].removeprefix("replayed from ")), profile=profile, signals=("head",),
-            policies=tuple(policies) + ("oracle", "lag-2", "lag-raw"), num_speculative_tokens=(drafts,),
+            policies=(*policies, "static:all"), num_speculative_tokens=(drafts,),
             sets=(kind,) if kind else (), concurrency=(first["concurrency"],), requests=first["requests"], waves=waves,
             calibration="none", exposed_us=f"{max(exposed, 0):.0f}",
         )  # fmt: skip
@@ -282,6 +284,22 @@ def compared(folder: Path) -> list[str]:
     for name, mode, measured, simulated, regret in ratios(folder):
         apart = f"{simulated / measured - 1:+.1%}"
         lines.append(f"| {name} | {mode} | {measured:.3f} | {simulated:.3f} | {apart} | {regret:.1%} |")
+    return lines
+
+
+def best_static(folder: Path) -> list[str]:
+    """Markdown, all simulated: modes beside the static engine of the best S, and lag's confidence older or as it was said."""
+    names = ("adaptive", "lag", "lag-budget", "lag-2", "lag-raw", "oracle")
+    lines = [
+        "| cell | best static | " + " | ".join(f"{name} / it" for name in names) + " |",
+        "|---|---|" + "---:|" * len(names),
+    ]
+    for name, _ in cells(folder):
+        path = folder / f"simulated-{name}.json"
+        if path.exists():
+            speed = {row["policy"]: row["tok_per_s"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
+            best = max((policy for policy in speed if policy.startswith("static:")), key=speed.__getitem__)
+            lines.append(f"| {name} | {best} | " + " | ".join(f"{speed[n] / speed[best]:.3f}" for n in names) + " |")
     return lines
 
 
