@@ -5,7 +5,7 @@ Real networks and the engine's own stages in all worlds of three steps: `three_s
 that of two sequences that compete for rows is enumerated in test_enumeration.py. The faulty variants live here only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import product
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import SamplingParams
+from slipstream.constraint import Constraint
 from slipstream.decide.controller import Problem, Rule, decide_budget, decide_widths
 from slipstream.decide.cost import LinearCost, StepCost, TableCost
 from slipstream.decide.survival import SurvivalModel
@@ -25,6 +26,7 @@ from slipstream.ops.noise import Purpose
 from slipstream.ops.rank import rank
 from slipstream.ops.reject import draft_sample
 from slipstream.ops.shape_logits import Histories
+from slipstream.structured import StructuredOutput
 from slipstream.verify.accept import RejectionStep
 from tests.lossless.test_enumeration import EXACT, _one_hot_residual, _only_drawn
 from tests.lossless.three_steps import DRAFTERS, Outcomes, S, States, Tally, Walk, Widths, plain_joint
@@ -159,9 +161,10 @@ WISHES: dict[str, dict[str, Any]] = {  # in numbers that fp32, which the device 
     "top-k": {"top_k": 2},
     "penalties": {"repetition_penalty": 1.5, "frequency_penalty": 0.375, "presence_penalty": 0.5},
     "bias": {"logit_bias": {0: 0.75, 1: -0.5}},
+    "grammar": {"structured": StructuredOutput(grammar="root ::= [a-c]+")},  # the automaton of `three_steps`
     "all": {
-        "temperature": 0.75, "top_p": 0.9375, "repetition_penalty": 1.25, "frequency_penalty": -0.25, "min_tokens": 4,
-        "presence_penalty": 0.5, "logit_bias": {1: 0.5}, "min_p": 0.0625,
+        "temperature": 1.5, "top_p": 0.984375, "repetition_penalty": 1.25, "frequency_penalty": 0.25, "min_tokens": 2,
+        "presence_penalty": -0.5, "logit_bias": {1: 0.5}, "min_p": 0.015625,
     },
 }  # fmt: skip
 DRAWS = {"drawn": True, "taken": False}
@@ -183,7 +186,7 @@ def says(widths: Widths, drafter: str) -> Widths:
 def _cases() -> list[Any]:
     """All of them are slow together; the quick ones have every drafter, wish and mode at least once."""
     drafters, draws, wishes, modes = list(DRAFTERS), list(DRAWS), list(WISHES), list(MODES)
-    turns = [(n % 6, n // 6 % 2, (n + n // 6) % len(wishes), n % len(modes)) for n in range(18)]
+    turns = [(n % 6, (n + n // 6) % 2, (n + 3 * (n // 6)) % len(wishes), n % len(modes)) for n in range(21)]
     quick = {(drafters[a], draws[b], wishes[c], modes[d]) for a, b, c, d in turns}
     cases = [case for case in product(DRAFTERS, DRAWS, WISHES, MODES) if case[:2] != ("ngram", "drawn")]
     return [pytest.param(*case, id="-".join(case), marks=[] if case in quick else [pytest.mark.slow]) for case in cases]
@@ -297,3 +300,24 @@ def test_a_draw_that_another_step_could_name_is_an_error() -> None:
     )
     with pytest.raises(AssertionError, match="another step"):
         fault.error()
+
+
+def _without_drafts(constraint: Constraint, drafts: Sequence[int], masks_np: np.ndarray) -> None:
+    """Every place has the mask of the first."""
+    CORRECT_FILL(constraint, [], masks_np)
+    masks_np[:] = masks_np[0]
+
+
+def _one_late(constraint: Constraint, drafts: Sequence[int], masks_np: np.ndarray) -> None:
+    CORRECT_FILL(constraint, drafts, masks_np)
+    masks_np[1:] = masks_np[:-1].copy()
+
+
+CORRECT_FILL = Constraint.fill
+
+
+@pytest.mark.parametrize("fault", [_without_drafts, _one_late])
+def test_masks_that_do_not_follow_the_drafts_are_seen(fault: Callable[..., None]) -> None:
+    """They let something through, and the next step finds it in the answer."""
+    with patch.object(Constraint, "fill", fault), pytest.raises(AssertionError, match="where the grammar forbids it"):
+        Fault("vanilla", wish="grammar").error()

@@ -31,6 +31,8 @@ from slipstream import ledger
 from slipstream.cache.pages import NUM_RESERVED_PAGES
 from slipstream.cache.pool import KVPool
 from slipstream.config import SamplingParams
+from slipstream.constrain import Constrainer, struck
+from slipstream.constraint import Constraint
 from slipstream.device.backend import TorchBackend
 from slipstream.device.batch import Batch, RaggedBatch
 from slipstream.device.state import make_slot_state
@@ -44,8 +46,8 @@ from slipstream.ops.noise import Purpose
 from slipstream.plan import NUM_ACCEPTED, NUM_VERDICT_COLUMNS, Admission, Decision, StepPlan
 from slipstream.request import Request
 from slipstream.scheduler import _edits_of
-from slipstream.testing import tiny_drafter_spec, tiny_spec
-from slipstream.verify.accept import RejectionRule, RejectionStep, SamplingView
+from slipstream.testing import TableMatcher, tiny_drafter_spec, tiny_spec
+from slipstream.verify.accept import RejectionRule, SamplingView
 from slipstream.verify.target import Target
 from tests.lossless.shaping import plain_shape
 
@@ -58,6 +60,9 @@ PAGE = len(PROMPT) + HORIZON + 1  # tokens: a slot needs one page
 END = 2  # what min_tokens bans
 F64 = torch.float64
 TINY = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+
+# A grammar as an automaton, [state, token] -> state, -1: forbidden. It goes on for ever: no token follows itself, but 0 once.
+GRAMMAR = np.array([[1, 2, 3], [4, 2, 3], [1, -1, 3], [1, 2, -1], [-1, 2, 3]])
 
 # ----------------------------------------------------------------------------------------------------------- networks
 
@@ -295,7 +300,9 @@ class Walk:
         logits, features = self.target.verify(batch, self.backend.fill(batch, draft.token_ids), shape)[:2]
         self._absorb(features, batch)
         rule = self.rule.begin(self.backend.state, loaded, plan, V)
-        law = self._law(rule, batch, logits[: shape.num_outputs], draft.token_ids)
+        if self.params.structured is not None:
+            logits = struck(batch, logits, self._masks(plan, states, parent, draft.token_ids))
+        law = rule.view.law(batch, logits, draft.token_ids)
         # Accept: every outcome of each.
         endings = torch.tensor(list(product(*[(0, 1)] * num_drafts, range(V))))
         among = torch.arange(len(live)).repeat_interleave(len(endings))
@@ -314,9 +321,16 @@ class Walk:
         view = DraftView(loaded.slots, self.backend.state, int(plan.context_upper_bound_np.max()), step)
         return self.drafter.propose(view, num_drafts, rule, self.widths.signal)
 
-    def _law(self, rule: RejectionStep, batch: RaggedBatch, logits: Tensor, drafts: Tensor) -> Tensor:
-        """[O, V] logits to choose by."""
-        return rule.view.law(batch, logits, drafts)
+    def _masks(self, plan: StepPlan, states: States, parent: Tensor, drafts: Tensor) -> dict[str, Tensor]:
+        """Of the rows of each state, as the engine makes them; the rows of a state share its request."""
+        requests = {}
+        for state, number in enumerate(states.number.tolist()):
+            constraint = Constraint(TableMatcher(GRAMMAR, (), ()), frozenset(), V)
+            request = Request(uid=state, prompt_ids=PROMPT, params=self.params, seed=0, constraint=constraint)
+            request._output_ids += string_of(number)
+            requests[state] = request
+        plan = replace(plan, uids_np=parent.numpy())
+        return Constrainer(V, torch.device("cpu")).masks(plan, drafts.numpy(), requests)
 
     def _judge(
         self, step: int, slots: Tensor, widths: Tensor, draft: Draft, among: Tensor, cu_outputs: Tensor, law: Tensor
@@ -387,6 +401,7 @@ class Walk:
             teaches_np=np.full(count, True), admissions=admissions, page_writes_np=np.zeros((0, 3), np.int32),
             any_sampled=bits & ledger.SAMPLED > 0, any_top_k=bits & ledger.TOP_K > 0, any_top_p=bits & ledger.TOP_P > 0,
             any_min_p=bits & ledger.MIN_P > 0, any_penalty=bits & ledger.PENALTY > 0, any_edit=bits & ledger.EDIT > 0,
+            any_constrained=self.params.structured is not None,
         )  # fmt: skip
 
     def _count(self, weight: Tensor, result: Tensor, num_drafts: int) -> None:
@@ -421,16 +436,35 @@ def appended(number: Tensor, token: Tensor) -> Tensor:
     return number * V + 1 + token
 
 
+def string_of(number: int) -> list[int]:
+    tokens: list[int] = []
+    while number:
+        number, token = divmod(number - 1, V)
+        tokens.insert(0, token)
+    return tokens
+
+
 @cache
 def plain_steps(params: SamplingParams) -> tuple[Tensor, ...]:
     """For each length n below HORIZON [V ** n, V]: law of the token after each string of n, by dense forward."""
     laws = []
     for length, logits in enumerate(_dense_logits()):
         strings = list(product(range(V), repeat=length))
+        if params.structured is not None:
+            forbidden = torch.tensor([_forbidden_after(string) for string in strings])
+            logits = logits.masked_fill(forbidden, -torch.inf)
         each = zip(logits.tolist(), strings, strict=True)
         shaped = torch.tensor([plain_shape(row, PROMPT, string, params, (END,)) for row, string in each], dtype=F64)
         laws.append(plain_probabilities(shaped, params))
     return tuple(laws)
+
+
+def _forbidden_after(string: tuple[int, ...]) -> list[bool]:
+    """[V]; nothing after a string that is forbidden itself: it has probability 0, and any law will do."""
+    state = 0
+    for token in string:
+        state = int(GRAMMAR[state, token]) if state >= 0 else -1
+    return [bool(after < 0) for after in GRAMMAR[state]] if state >= 0 else [False] * V
 
 
 def plain_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
