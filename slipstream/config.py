@@ -144,9 +144,10 @@ class SamplingParams:
 
     def check_token_ids(self, vocab_size: int) -> None:
         """RequestError where it names a token that a vocabulary of this size does not have."""
-        for token in self.logit_bias:
-            if token >= vocab_size:
-                raise RequestError(f"logit_bias names token {token}; token ids are whole numbers below {vocab_size}")
+        for name, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token in tokens:
+                if token >= vocab_size:
+                    raise RequestError(f"{name} names token {token}; token ids are whole numbers below {vocab_size}")
 
 
 def _checked_bias(bias: object) -> dict[int, float]:

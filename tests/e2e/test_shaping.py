@@ -14,7 +14,7 @@ from slipstream.config import MAX_BIASES, SamplingParams
 from slipstream.errors import RequestError
 from slipstream.options import gather
 from slipstream.scheduler import MAX_BANS
-from slipstream.testing import assert_nothing_left
+from slipstream.testing import assert_nothing_left, tiny_models, tiny_spec
 from slipstream.verify import accept
 from tests.e2e.engines import (
     PRUNING,
@@ -334,7 +334,7 @@ def test_a_bias_for_a_token_that_is_none_is_refused():
 
 
 def test_more_ends_than_a_slot_has_room_for_are_refused():
-    llm = make_llm("off")
+    llm = make_llm("off", models=tiny_models(spec=tiny_spec(vocab_size=MAX_BANS + 2)))
     ends = tuple(range(2, MAX_BANS + 1))  # and EOS
     llm.generate([[3]], SamplingParams(min_tokens=1, max_tokens=1, stop_token_ids=(*range(2, 19), *ends[17:])))
     with pytest.raises(RequestError, match=f"min_tokens keeps at most {MAX_BANS}"):
