@@ -115,13 +115,13 @@ def plain_engine() -> LLM:
     return llm
 
 
-def engine_for(case: Case, mode: str, known: list[list[int]]) -> LLM:
+def engine_for(case: Case, mode: str, known: list[list[int]], backend: str) -> LLM:
     generator = torch.Generator().manual_seed(case.draws)
     wrong = torch.rand(2 * MAX_LEN, generator=generator) < case.errors
     widths = torch.randint(case.num_drafts + 1, (MAX_LEN, 4), generator=generator)
     confidence = asks_for(lambda view: widths[view.context, view.slots])
     drafter = ScriptedDrafter(known, wrong=lambda position: wrong[position], confidence=confidence)
-    options = {"num_drafts": case.num_drafts, "acceptance": case.acceptance, **case.engine}
+    options = {"num_drafts": case.num_drafts, "acceptance": case.acceptance, "backend": backend, **case.engine}
     if case.pages is not None:
         options["kv_memory"] = pool_bytes(case.pages, plain_engine())
     llm = make_llm(mode, drafter, models=byte_models(), **options)
@@ -165,11 +165,11 @@ def is_near_tie(prompt: list[int], params: SamplingParams, one: Completion, two:
     return float(best[0] - best[1]) < GAP
 
 
-def check(case: Case, mode: str, totals: Counter[str], near_ties: NearTies) -> None:
+def check(case: Case, mode: str, totals: Counter[str], near_ties: NearTies, backend: str) -> None:
     plain = plain_engine().generate(case.prompts, case.params)
     first = [answer for answer in plain if answer.index == 0]
     known = [[*prompt, *answer.token_ids] for prompt, answer in zip(case.prompts, first, strict=True)]
-    llm = engine_for(case, mode, known)
+    llm = engine_for(case, mode, known, backend)
     answers = llm.generate(case.prompts, case.params)
     assert_nothing_left(llm.engine)
     whose = [i for i, each in enumerate(case.params) for _ in range(each.n)]
@@ -185,13 +185,14 @@ def check(case: Case, mode: str, totals: Counter[str], near_ties: NearTies) -> N
         totals[name] += getattr(llm.engine.totals, name)
 
 
-def run(mode: str, sampled: bool, examples: int, profile: settings = PROFILE) -> None:
+def run(mode: str, sampled: bool, examples: int, profile: settings = PROFILE, backend: str = "torch") -> None:
+    """So many cases in a mode, of the backend named, against plain decoding in plain torch."""
     totals, near_ties = Counter[str](), NearTies()
 
     @settings(profile, max_examples=examples)
     @given(case=cases(sampled))
     def prop(case: Case) -> None:
-        check(case, mode, totals, near_ties)
+        check(case, mode, totals, near_ties, backend)
 
     prop()
     assert not near_ties.too_many, near_ties
