@@ -19,4 +19,4 @@ pytestmark = [
 
 @pytest.mark.parametrize(("mode", "sampled"), [("static", False), ("lag-budget", True)])
 def test_any_requests_are_answered_as_plain_decoding_answers_them(mode: str, sampled: bool) -> None:
-    run(mode, sampled, 6, settings(PROFILE, phases=[Phase.generate]), backend="triton")
+    run(mode, sampled, 2, settings(PROFILE, phases=[Phase.generate]), backend="triton")
