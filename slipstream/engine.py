@@ -1,11 +1,10 @@
 """The engine: launch, collect, and the two loops around them.
 
 A step is `launch_draft`, a decision, `launch_verify`, and later `collect`; each launch calls one function per stage, in
-device order. Only `take_confidence` and `collect` wait for the device, and
-`take_drafts` in steps with constrained requests. In the overlapped loop the host plans,
-decides and launches step t while step t - 1 is still running, and collects t - 1 afterwards; the plain loop makes the
-same calls and collects at once. What decides about widths is a Policy; the engine knows from when its confidence must
-be (nothing, the last step, this step) and nothing else about it.
+device order. Only `take_confidence` and `collect` wait for the device, and `take_drafts` in steps with constrained
+requests. In the overlapped loop the host plans, decides and launches step t while step t - 1 is still running, and
+collects t - 1 afterwards; the plain loop makes the same calls and collects at once. What decides about widths is a
+Policy; the engine knows from when its confidence must be (nothing, the last step, this step) and nothing else about it.
 """
 
 import dataclasses

@@ -60,9 +60,7 @@ class Wanted:
 class Reported:
     """What came back for a `Wanted`, as copies that may be kept."""
 
-    outputs_np: (
-        Int32s  # [A, places, columns] by place in the step: of the tokens that were emitted, whatever after them
-    )
+    outputs_np: Int32s  # [A, places, columns] by place in the step; behind the tokens that were emitted, anything
     prompts: tuple[Int32s, ...]  # per part [count, columns]
 
     @classmethod

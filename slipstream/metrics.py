@@ -34,9 +34,7 @@ class SpecCounters:
     verified_at: Counter[int] = field(default_factory=Counter)  # position j = 1.. -> times verified
     reached_at: Counter[int] = field(default_factory=Counter)  # times verified after an accepted prefix, in the answer
     accepted_at: Counter[int] = field(default_factory=Counter)
-    unpruned: Counter[str] = field(
-        default_factory=Counter
-    )  # of an engine: steps not pruned, by why; see `Decision.reason`
+    unpruned: Counter[str] = field(default_factory=Counter)  # engine's steps not pruned, by `Decision.reason`
 
     def count_step(self, drafted: int, width: int, accepted: int, emitted: int) -> None:
         """One decode step of one sequence; `accepted` and `emitted` after stops have cut the step."""

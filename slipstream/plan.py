@@ -96,6 +96,11 @@ class StepPlan:
         return len(self.slots_np)
 
     @property
+    def reads_prompts(self) -> bool:
+        """Somebody wants log-probabilities of prompt tokens that are rows of this step."""
+        return self.logprobs is not None and len(self.logprobs.prompts) > 0
+
+    @property
     def any_shaped(self) -> bool:
         """Somebody asks for more than a temperature."""
         filtered = self.any_top_k or self.any_top_p or self.any_min_p

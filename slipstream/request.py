@@ -63,10 +63,9 @@ class Request:
     submitted_s: float = field(default_factory=time.perf_counter)
     first_token_s: float = 0.0
     slot: int | None = None  # while it runs
-    logbook: Logbook = field(
-        init=False, default_factory=Logbook
-    )  # of the output's tokens, where log-probabilities are wanted
-    prompt_logbook: Logbook = field(init=False, default_factory=Logbook)  # of the prompt's, but the first
+    # Of the output's tokens, and of the prompt's but the first, where log-probabilities are wanted.
+    logbook: Logbook = field(init=False, default_factory=Logbook)
+    prompt_logbook: Logbook = field(init=False, default_factory=Logbook)
     stop_ids: frozenset[int] = field(init=False)  # tokens that end the answer
     _output_ids: list[int] = field(init=False, default_factory=list)  # these three: when it last left its slot
     _accepted: list[bool] = field(init=False, default_factory=list)

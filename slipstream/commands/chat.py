@@ -10,7 +10,7 @@ from rich.console import Console
 
 from slipstream.commands import flags
 from slipstream.commands.generate import show_answers
-from slipstream.commands.shared import options_of, print_json, say, screen, start
+from slipstream.commands.shared import no_logprobs, options_of, print_json, say, screen, start
 from slipstream.config import SamplingParams
 from slipstream.errors import RequestError
 from slipstream.lab.paint import show
@@ -44,6 +44,7 @@ def chat(
     """
     options = options_of(locals(), own=("system",))
     params = options.sampling_params()
+    no_logprobs(params, "chat shows none; drop the option, or use generate")
     llm = start(options, max_num_seqs=params.n)
     opening = [{"role": "system", "content": options.command["system"]}] if options.command.get("system") else []
     out, messages = screen(as_json), list(opening)

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from slipstream.commands import flags
-from slipstream.commands.shared import options_of, print_json, say, screen, start
+from slipstream.commands.shared import no_logprobs, options_of, print_json, say, screen, start
 from slipstream.errors import EngineError, RequestError
 from slipstream.lab.paint import pieces_of, show
 from slipstream.prompts import user
@@ -51,8 +51,8 @@ def generate(
         raise RequestError("prompt is empty; give a text to answer")
     options = options_of(locals())
     params = options.sampling_params()
-    if params.wants_logprobs and not as_json:
-        raise RequestError("logprobs: shown with --json only; add it, or drop the option")
+    if not as_json:
+        no_logprobs(params, "shown with --json only; add it, or drop the option")
     llm = start(options, max_num_seqs=params.n)
     answers = llm.generate([text], params) if raw else llm.chat([user(text)], params)
     show_answers(llm, answers, screen(as_json))

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.errors import ConfigError
+from slipstream.config import SamplingParams
+from slipstream.errors import ConfigError, RequestError
 from slipstream.lab.report import plain_json
 from slipstream.options import DEFAULT_MODEL, Options, gather
 
@@ -59,6 +60,13 @@ def start(options: Options, **engine: Any) -> "LLM":
     for name, value in engine.items():
         fields[name] = value if fields[name] is None else fields[name]
     return LLM(options.model or DEFAULT_MODEL, speculative=speculative, **fields)
+
+
+def no_logprobs(params: SamplingParams, why: str) -> None:
+    """RequestError that names what was asked for, if it is log-probabilities."""
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None:
+            raise RequestError(f"{name}: {why}")
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:

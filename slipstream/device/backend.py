@@ -101,7 +101,7 @@ class TorchBackend:
             decode_only=plan.num_decode == plan.num_sequences,
             draft_length=plan.draft_length,
             filtered=plan.any_shaped,
-            keeps_hidden=plan.logprobs is not None and len(plan.logprobs.prompts) > 0,
+            keeps_hidden=plan.reads_prompts,
             segments=_segments(plan, decision),
             exact=(plan.num_sequences, num_outputs),
         )

@@ -203,8 +203,7 @@ class TritonBackend:
             decode_only=plan.num_decode == plan.num_sequences,
             filtered=plan.any_shaped,
         )
-        reads_prompts = plan.logprobs is not None and len(plan.logprobs.prompts) > 0
-        return replace(shape, keeps_hidden=True) if reads_prompts else shape
+        return replace(shape, keeps_hidden=True) if plan.reads_prompts else shape
 
     def replay(self, stage: str, shape: DraftShape | VerifyShape | None) -> Callable[[], object] | None:
         if stage == "verify" and isinstance(shape, VerifyShape) and shape.filtered:

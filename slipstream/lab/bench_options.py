@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.config import MODES, SamplingParams, SpeculativeConfig
 from slipstream.errors import ConfigError
-from slipstream.lab.variants import LATE, is_variant
+from slipstream.lab.variants import LATE, check_width, is_variant
 from slipstream.prompts import PromptSource, prompts_name
 
 IGNORED_BY_MODE: Mapping[str, frozenset[str]] = {
@@ -86,6 +86,8 @@ class BenchOptions:
                 raise ConfigError(f"{name}: no effect in mode {', '.join(self.modes)}")
         for case in self.cases():
             self.speculative_config(case)  # refuses wrong values
+            if case.num_speculative_tokens is not None:
+                check_width(case.mode, case.num_speculative_tokens)
 
     def _check_replay(self) -> None:
         if self.modes == ("off",):

@@ -44,23 +44,16 @@ MAX_ROUNDS = 12  # where others disturb
 DISTURBED = 1.3  # a plain step that takes so many times a quiet one
 QUIET_RANK = 10
 MAX_REPEATS = 3  # of a point in one round
-SUSTAINED_ROUNDS, SUSTAINED_S = (
-    2,
-    0.08,
-)  # where steps are padded, on a GPU: one that multiplies for long lowers its clock
+# Where steps are padded, on a GPU: one that multiplies for long lowers its clock.
+SUSTAINED_ROUNDS, SUSTAINED_S = 2, 0.08
 MIN_MS = 1e-3  # of a step without its KV terms
 POINT_SHARE = 0.2  # of the budget that one point may cost
 NUM_NEEDED = 2  # first points, timed whatever they cost: without a plain step and one of S drafts there is no model
 NEEDED_ROWS = 64  # a stored profile that was measured up to here serves any engine that does not pad
 START_BUDGET_S = 10.0  # when no profile is stored
 HELD_OUT_SEQUENCES = (1, 3, 6, 12, 24)
-MIXED_ROWS = (
-    64,
-    128,
-    256,
-    512,
-)  # of steps with a prompt, where they are not padded; where they are, all of these up to
-MOST_MIXED_ROWS = 1280  # (beyond, time grows evenly)
+MIXED_ROWS = (64, 128, 256, 512)  # of steps with a prompt, where they are not padded
+MOST_MIXED_ROWS = 1280  # where they are: every padded row count up to this; beyond, time grows evenly
 HELD_OUT_MIXED_ROWS = (96, 200, 400)
 
 

@@ -7,7 +7,9 @@ sweep of them says what deciding for each sequence is worth. Called by benches a
 
 import copy
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -18,7 +20,7 @@ from slipstream.errors import ConfigError
 from slipstream.plan import Decision, DraftReport, StepPlan, StepResult
 
 LATE = "lag-late"
-_FIXED = re.compile(r"fixed:(\d{1,4})")
+_FIXED = re.compile(r"fixed:(0|[1-9]\d{0,3})")
 
 
 def is_variant(mode: str) -> bool:
@@ -26,14 +28,20 @@ def is_variant(mode: str) -> bool:
     return mode == LATE or _FIXED.fullmatch(mode) is not None
 
 
+def check_width(mode: str, num_drafts: int) -> None:
+    """ConfigError where more are to be verified than are drafted."""
+    found = _FIXED.fullmatch(mode)
+    if found is not None and int(found[1]) > num_drafts:
+        raise ConfigError(f"modes holds {mode!r}, and {num_drafts} tokens are drafted; lower it")
+
+
 def variant(mode: str, lag: Policy, num_drafts: int) -> Policy:
-    """For an engine in mode lag with this policy. ConfigError where more are to be verified than are drafted."""
+    """For an engine in mode lag with this policy. ConfigError as `check_width`."""
+    check_width(mode, num_drafts)
     if mode == LATE:
         return Late(copy.deepcopy(lag))
     found = _FIXED.fullmatch(mode)
     assert found is not None, mode
-    if int(found[1]) > num_drafts:
-        raise ConfigError(f"modes holds {mode!r}, and {num_drafts} tokens are drafted; lower it")
     return FixedWidth(num_drafts, int(found[1]), lag.signal)
 
 
@@ -58,9 +66,9 @@ class Late:
         if lagged.waits_for != "lagged":
             raise ConfigError("only a policy that decides from the last step's confidence can be asked late")
         self._lagged = lagged
-        self._unseen: tuple[StepPlan, DraftReport] | None = (
-            None  # observed, and kept from the policy until the next step
-        )
+        # Kept from the policy until it would have heard of them in mode lag.
+        self._unseen: tuple[StepPlan, DraftReport] | None = None
+        self._unheard: list[Callable[[], None]] = []
         self.signal: Signal = lagged.signal  # type: ignore[assignment]  # a policy that waits has one
 
     @property
@@ -68,6 +76,7 @@ class Late:
         return self._lagged.calibration_np
 
     def draft_length(self, plan: StepPlan) -> int:
+        self._hear()
         if self._unseen is not None:
             self._lagged.observe(*self._unseen)
             self._unseen = None
@@ -77,13 +86,21 @@ class Late:
         self._unseen = plan, report
 
     def decide(self, plan: StepPlan) -> Decision:
-        return self._lagged.decide(plan)
+        decision = self._lagged.decide(plan)
+        self._hear()
+        return decision
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
-        self._lagged.learn(plan, result)
+        """The engine collects the step before ahead of a decision that waits, and in mode lag behind it."""
+        self._unheard.append(partial(self._lagged.learn, plan, result))
 
     def times(self, plan: StepPlan) -> bool:
         return self._lagged.times(plan)
 
     def timed(self, plan: StepPlan, decision: Decision, measured_ms: float) -> None:
-        self._lagged.timed(plan, decision, measured_ms)
+        self._unheard.append(partial(self._lagged.timed, plan, decision, measured_ms))
+
+    def _hear(self) -> None:
+        for call in self._unheard:
+            call()
+        self._unheard.clear()

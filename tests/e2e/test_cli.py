@@ -126,6 +126,8 @@ def test_generate_prints_logprobs_with_json(run: Run, tiny: list[str], tmp_path:
     assert all(entry["top"] == [] and entry["logprob"] <= 0 for entry in found["prompt_logprobs"][1:])
     refuses(run(*asked), 2, "--json")
     refuses(run("generate", "hello", *tiny, "--logprobs", 21, "--json"), 2, "logprobs is 21")
+    refuses(run("generate", "hello", *tiny, "--config", config), 2, "prompt_logprobs", "--json")
+    refuses(run("chat", *tiny, "--config", config, stdin="hi\n"), 2, "prompt_logprobs", "chat shows none")
 
 
 def test_generate_and_chat_show_all_answers(run: Run, tiny: list[str], tmp_path: Path) -> None:
@@ -423,6 +425,8 @@ def test_a_drafter_that_does_not_fit_is_refused(
         (["--requests", "99"], ["16 prompts", "99"]),
         (["--prompts", "absent.jsonl"], ["absent.jsonl"]),
         (["--modes", "lag,lag"], ["each once"]),
+        (["--modes", "fixed:02"], ["'fixed:02'", "fixed:N"]),
+        (["--modes", "fixed:4", "--num-speculative-tokens", "3"], ["fixed:4", "3 tokens are drafted"]),
     ],
 )
 def test_wrong_bench_options_are_named(run: Run, tiny: list[str], flags: list[str], says: list[str]) -> None:

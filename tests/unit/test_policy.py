@@ -294,16 +294,17 @@ def test_the_time_of_a_step_with_a_prompt_corrects_the_price_of_such_steps():
     assert told == [(1 + S, False), (1 + S + 100, True)]
 
 
-def test_lag_asked_late_decides_what_lag_decides():
+@pytest.mark.parametrize("overlap", [False, True])
+def test_lag_asked_late_decides_what_lag_decides(overlap):
     """The engine waits for this step's confidence, which may be anything: it is not looked at before the next step."""
     rng, rows = np.random.default_rng(3), [Row(0, 1), Row(1, 2), Row(2, 3)]
     confidence = rng.uniform(0.2, 1.0, (40, 3, S))
     lag, late = (made("lag", STAIRS, learns=True) for _ in range(2))
-    early = Drive(lag, overlap=False)
+    early = Drive(lag, overlap)
     widths = [early.widths(rows, said, accepts=lambda w: np.minimum(w, 2)) for said in confidence]
     for row in rows:
         row.decode_steps = 0
-    asked_late = Drive(Late(late), overlap=False)
+    asked_late = Drive(Late(late), overlap)
     assert asked_late.policy.waits_for == "fresh"
     asked_late.policy.num_drafts = S
     assert [asked_late.widths(rows, said, accepts=lambda w: np.minimum(w, 2)) for said in confidence] == widths
