@@ -24,6 +24,7 @@ from slipstream.commands.export import export
 from slipstream.commands.generate import generate
 from slipstream.commands.inspect import inspect
 from slipstream.commands.profile import profile
+from slipstream.commands.serve import serve
 from slipstream.commands.simulate import simulate
 from slipstream.commands.trace import trace
 from slipstream.commands.train import train
@@ -42,6 +43,7 @@ app = typer.Typer(
 COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (generate, 'generate "Why is the sky blue?" --draft smollm2-135m-dspark --verify lag'),
     (chat, "chat --draft smollm2-135m-dspark --verify lag --temperature 0.7"),
+    (serve, "serve --draft smollm2-135m-dspark --verify lag --port 8000"),
     (bench, "bench --modes off,static,lag --concurrency 1,8 --waves 5 --json"),
     (profile, "profile --draft smollm2-135m-dspark --budget 30"),
     (trace, "trace --out runs/trace.npz --prompts questions.jsonl --requests 32 --concurrency 32"),

@@ -7,6 +7,8 @@
 LLMs may share the loaded weights (`Models`); each has its own engine.
 """
 
+import gc
+import itertools
 import logging
 import os
 import random
@@ -98,18 +100,20 @@ class LLM:
         self.models = model
         self.tokenizer = model.tokenizer
         self.notes: list[Note] = list(model.notes)
-        self.engine = build_engine(model, self.speculative, self.config, self.notes, drafter, policy, adapt)
+        self._given = drafter, policy, adapt
+        self.engine = build_engine(model, self.speculative, self.config, self.notes, *self._given)
         self.engine.totals.mode = self.speculative.mode
+        self._scheduler = self.engine.scheduler  # for what it knows without an engine: see `restart`
         self._seeds = random.Random(self.config.seed)
         self._events = EventPool(stream=compute_stream(model.device)) if model.device.type == "cuda" else None
-        self._next_uid = 0
+        self._uids = itertools.count(1)
         self.grammars: Grammars = XGrammars(model.tokenizer, model.vocab_size, model.eos_token_ids)
         for field, value, reason in self.notes:
             log.info("%s = %s (%s)", field, value, reason)
 
     @property
     def max_model_len(self) -> int:
-        return self.engine.scheduler.limits.max_model_len
+        return self._scheduler.limits.max_model_len
 
     def generate(
         self,
@@ -138,7 +142,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Answers to conversations (lists of {"role", "content"}), through the model's chat template."""
-        return self.generate([self._chat_ids(messages) for messages in conversations], params)
+        return self.generate([self.chat_ids(messages) for messages in conversations], params)
 
     def stream(
         self, prompt: str | Sequence[int] | Sequence[Message], params: SamplingParams | None = None
@@ -148,7 +152,7 @@ class LLM:
         With `SamplingParams.n` above 1 chunks of all answers come in turn; `Chunk.index` says whose.
         """
         is_chat = isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        given = self._chat_ids(prompt) if is_chat else prompt  # type: ignore[arg-type]
+        given = self.chat_ids(prompt) if is_chat else prompt  # type: ignore[arg-type]
         return self._stream(self._requests(given, params))  # type: ignore[arg-type]
 
     def record(self) -> Recorder:
@@ -156,8 +160,44 @@ class LLM:
         self.engine.recorder = Recorder(self._events)
         return self.engine.recorder
 
+    # ------------------------------------------------------------------ for who drives the engine: a server
+
+    def prepare(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> list[Request]:
+        """The requests for one raw text or its token ids, checked and not yet added: as many as `params.n` asks for.
+
+        From any thread, while another one drives the engine. RequestError or CapacityError where the prompt or what is
+        asked of it cannot be honoured.
+        """
+        requests = self._requests(prompt, params)
+        for request in requests:
+            self._scheduler.check(request)
+        return requests
+
+    def chat_ids(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """The prompt of a conversation; `variables` reach the model's chat template."""
+        return self.tokenizer.encode(self.tokenizer.chat(messages, **variables))
+
+    def room_for_answer(self, num_prompt: int) -> int:
+        """Most tokens that an answer to so many can have, in this context and this KV pool; at least 1."""
+        return max(1, min(self.max_model_len, self._scheduler.pages.num_tokens) - num_prompt)
+
+    def text_stream(self, request: Request) -> TextStream:
+        """What makes chunks of a request's deltas."""
+        return TextStream(self._decoder(request.params))
+
+    def restart(self) -> None:
+        """A new engine over the same weights, with the totals of the old one; what that held in its slots is lost."""
+        totals, notes = self.engine.totals, len(self.notes)
+        del self.engine
+        gc.collect()  # on a device there may be no room for two
+        self.engine = build_engine(self.models, self.speculative, self.config, self.notes, *self._given)
+        del self.notes[notes:]  # they were said once
+        self.engine.totals, self._scheduler = totals, self.engine.scheduler
+
+    # ------------------------------------------------------------------ for its own methods
+
     def _stream(self, requests: list[Request]) -> Iterator[Chunk]:
-        texts = {request.uid: TextStream(self._decoder(request.params)) for request in requests}
+        texts = {request.uid: self.text_stream(request) for request in requests}
         inbox: deque[Delta] = deque()  # filled by any caller's steps: streams may be read in turn
         try:
             for request in requests:
@@ -186,9 +226,6 @@ class LLM:
         for request in requests:
             self.engine.abort(request.uid)
         self.engine.drain()
-
-    def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
-        return self.tokenizer.encode(self.tokenizer.chat(messages))
 
     def _request(self, prompt: str | Sequence[int], params: SamplingParams | None) -> Request:
         """The first, or only, answer that is asked for."""
@@ -221,9 +258,8 @@ class LLM:
     def _sibling(
         self, prompt_ids: tuple[int, ...], params: SamplingParams, seed: int, index: int, constraint: Constraint | None
     ) -> Request:
-        self._next_uid += 1
         return Request(
-            uid=self._next_uid,
+            uid=next(self._uids),
             prompt_ids=prompt_ids,
             params=params,
             seed=sibling_seed(seed, index),

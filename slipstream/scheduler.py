@@ -99,6 +99,11 @@ class Scheduler:
         return counters
 
     def add(self, request: Request) -> None:
+        self.check(request)
+        self.waiting.append(request)
+
+    def check(self, request: Request) -> None:
+        """CapacityError or RequestError where it could never run. Reads nothing that changes: from any thread."""
         assert request.num_known < self.limits.max_model_len, (request.num_known, self.limits.max_model_len)
         if request.params.min_tokens and len(request.stop_ids) > MAX_BANS:
             raise RequestError(
@@ -106,13 +111,12 @@ class Scheduler:
                 "list fewer stop_token_ids, or set min_tokens to 0"
             )
         longest = min(request.num_known + request.params.max_tokens, self.limits.max_model_len)
-        need, room = self.pages.pages_for(longest), self.pages.num_free + self.pages.num_used
+        need, room = self.pages.pages_for(longest), self.pages.num_usable
         if need > room:
             raise CapacityError(
                 f"the request may need {need} KV pages of {self.pages.page_size} tokens and the pool has {room}: "
                 f"raise kv_memory, shorten the prompt or lower max_tokens"
             )
-        self.waiting.append(request)
 
     def schedule(self) -> StepPlan | NoPlan:
         """Plan the next step and book it as in flight."""

@@ -31,8 +31,18 @@ class PageAllocator:
         return len(self._free)
 
     @property
+    def num_usable(self) -> int:
+        """Pages that requests can own, free or not."""
+        return self.num_pages - NUM_RESERVED_PAGES
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the pool holds."""
+        return self.num_usable * self.page_size
+
+    @property
     def num_used(self) -> int:
-        return self.num_pages - NUM_RESERVED_PAGES - self.num_free
+        return self.num_usable - self.num_free
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""

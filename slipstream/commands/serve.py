@@ -1,0 +1,66 @@
+"""`slipstream serve`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream.commands import flags
+from slipstream.commands.shared import options_of, start
+from slipstream.errors import ConfigError
+from slipstream.options import DEFAULT_MODEL, build, field_names
+from slipstream.serve.options import ServeOptions
+
+
+def serve(
+    model: flags.Model = None,
+    draft: flags.Draft = None,
+    verify: flags.Verify = None,
+    num_speculative_tokens: flags.NumDrafts = None,
+    dtype: flags.Dtype = None,
+    device: flags.Device = None,
+    deterministic: flags.Deterministic = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Answers made at a time. Default: 64 on a CPU, 256 on a GPU.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen at. Default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="0 takes any that is free. Default: 8000.")] = None,
+    served_name: Annotated[str | None, typer.Option(help="What requests call the model. Default: as --model.")] = None,
+    api_keys: Annotated[Path | None, typer.Option(help="File with a key a line. Default: no key is asked for.")] = None,
+    max_waiting: Annotated[
+        int | None, typer.Option(help="Answers that may wait; beyond them: 429. Default: 256.")
+    ] = None,
+    request_timeout_s: Annotated[
+        float | None, typer.Option("--request-timeout", help="Seconds for a whole answer. Default: 600.")
+    ] = None,
+    on_engine_error: Annotated[
+        str | None, typer.Option(help="restart the engine, or exit with code 1. Default: restart.")
+    ] = None,
+    config: flags.Config = None,
+) -> None:
+    """Serve the OpenAI API (chat, completions) until SIGTERM. docs/SERVING.md says what it knows.
+
+    The config file may also have draft_layout, cost_model, acceptance, max_model_len, kv_memory, grace_s, max_backlog, max_body_bytes.
+    """
+    own = field_names(ServeOptions) - {"keys"}
+    options = options_of(locals(), own=tuple(own))
+    if options.sampling:
+        raise ConfigError(f"{', '.join(sorted(options.sampling))}: no effect here; every request says what it asks for")
+    serving = build(ServeOptions, options.command, "serve")
+    _require_libraries()
+    from slipstream.serve.app import bind, run
+
+    bound = bind(serving)
+    try:
+        run(start(options), serving, options.model or DEFAULT_MODEL, bound)
+    finally:
+        bound.close()
+
+
+def _require_libraries() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f'serve needs {error.name}, which is not installed: pip install -e ".[serve]"') from error

@@ -1,0 +1,229 @@
+"""The routes: from a request's body to a job, and from its parts to a response.
+
+Every error leaves in the shape of the OpenAI API, with a status that says whose fault it is. Called by `app`.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any, TypeVar
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from slipstream.errors import SlipstreamError
+from slipstream.request import Request
+from slipstream.serve.problems import Problem, problem_of
+from slipstream.serve.protocol import (
+    Answering,
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Message,
+    TokenizeRequest,
+    json_bytes,
+    parse,
+)
+from slipstream.serve.render import Chat, Completion, Renderer, Spelling, Style, usage_of
+from slipstream.serve.service import Service
+from slipstream.serve.sse import EventStream, events, watched
+
+BODY_S = 30.0  # for a request to arrive
+_MOST_DROPPED_BYTES = 1 << 26  # of a body that is too large: a client that is cut off would not read the answer
+
+router = APIRouter()
+Asked = TypeVar("Asked", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+BODIES = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(http: HttpRequest) -> Response:
+    asked, llm = await _asked(http, ChatRequest), _service(http).llm
+    messages = _plain(asked.messages)
+
+    def prepare() -> list[list[Request]]:
+        token_ids = llm.chat_ids(messages, **(asked.chat_template_kwargs or {}))
+        return [llm.prepare(token_ids, asked.sampling_params(llm.room_for_answer(len(token_ids))))]
+
+    return await _answer(http, asked, Chat(), prepare, 1)
+
+
+@router.post("/v1/completions")
+async def completions(http: HttpRequest) -> Response:
+    asked, llm = await _asked(http, CompletionRequest), _service(http).llm
+
+    def prepare() -> list[list[Request]]:
+        params = asked.sampling_params(asked.most_tokens)
+        return [llm.prepare(prompt, params) for prompt in asked.prompt]
+
+    return await _answer(http, asked, Completion(), prepare, len(asked.prompt))
+
+
+@router.get("/v1/models")
+async def models(http: HttpRequest) -> Response:
+    return _json({"object": "list", "data": [_model(_service(http))]})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(http: HttpRequest, name: str) -> Response:
+    service = _service(http)
+    _check_model(service, name)
+    return _json(_model(service))
+
+
+@router.post("/tokenize")
+async def tokenize(http: HttpRequest) -> Response:
+    asked, service = await _asked(http, TokenizeRequest), _service(http)
+    llm = service.llm
+
+    def encode() -> list[int]:
+        if asked.messages is not None:
+            return llm.chat_ids(_plain(asked.messages), **(asked.chat_template_kwargs or {}))
+        return llm.tokenizer.encode(asked.prompt or "", add_special=asked.add_special_tokens)
+
+    tokens = await _in_pool(service, asked, encode)
+    return _json({"tokens": tokens, "count": len(tokens), "max_model_len": llm.max_model_len})
+
+
+@router.post("/detokenize")
+async def detokenize(http: HttpRequest) -> Response:
+    asked, service = await _asked(http, DetokenizeRequest), _service(http)
+    size = service.llm.models.vocab_size
+    for token in asked.tokens:
+        if not 0 <= token < size:
+            raise Problem(400, f"tokens holds {token}; ids are whole numbers from 0 to {size - 1}", param="tokens")
+
+    def decode() -> str:
+        return service.llm.tokenizer.decode(asked.tokens, skip_special=False)
+
+    return _json({"prompt": await _in_pool(service, asked, decode)})
+
+
+@router.get("/health")
+async def health(http: HttpRequest) -> Response:
+    """Whether the engine works; a load balancer wants /ready."""
+    engine = _service(http).engine
+    about = {"status": engine.state, "failures": engine.num_failures, "last_failure": engine.failure}
+    return _json(about, 200 if engine.is_healthy else 503)
+
+
+@router.get("/ready")
+async def ready(http: HttpRequest) -> Response:
+    """Whether new requests are taken."""
+    return _json({"ready": _service(http).is_ready}, 200 if _service(http).is_ready else 503)
+
+
+@router.get("/version")
+async def version(http: HttpRequest) -> Response:
+    return _json({"version": metadata.version("slipstream"), "mode": _service(http).llm.speculative.mode})
+
+
+@router.get("/metrics")
+async def metrics(http: HttpRequest) -> Response:
+    service = _service(http)
+    page = service.metrics.render(await service.snapshot(), service.engine.num_failures)
+    return Response(page, media_type=service.metrics.content_type)
+
+
+def _service(http: HttpRequest) -> Service:
+    service = http.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+def _spelling(http: HttpRequest) -> Spelling:
+    spelling = http.app.state.spelling
+    assert isinstance(spelling, Spelling)
+    return spelling
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(json_bytes(value), status, media_type="application/json")
+
+
+def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.text} for message in messages]
+
+
+def _model(service: Service) -> dict[str, Any]:
+    about = {"id": service.model, "object": "model", "created": service.created, "owned_by": "slipstream"}
+    return {**about, "max_model_len": service.llm.max_model_len}
+
+
+def _check_model(service: Service, name: str | None) -> None:
+    if name is not None and name != service.model:
+        message = f"there is no model {name!r} here, only {service.model!r}"
+        raise Problem(404, message, param="model", code="model_not_found")
+
+
+async def _answer(
+    http: HttpRequest, asked: ChatRequest | CompletionRequest, style: Style,
+    prepare: Callable[[], list[list[Request]]], num_prompts: int,
+) -> Response:  # fmt: skip
+    service, entry = _service(http), http.scope["slipstream"]
+    entry.fields["stream"] = bool(asked.stream)
+    if asked.user is not None:
+        entry.fields["user"] = asked.user
+    job = service.open(num_prompts * (asked.n or 1))
+    handed_over = False
+    try:
+        job.start(await _in_pool(service, asked, prepare))
+        entry.fields["prompt_tokens"] = job.num_prompt_tokens
+        renderer = Renderer(style, entry.request_id, service.model, _spelling(http), asked.return_token_ids)
+        async with watched(http.receive, job):
+            if asked.stream:
+                # Headers wait for the first token: whatever is wrong before that gets a status of its own.
+                await job.begun()
+                handed_over = True
+                return EventStream(job, events(job, renderer, asked.includes_usage))
+            parts = await job.whole()
+        entry.fields["completion_tokens"] = job.num_output_tokens
+        return _json(renderer.whole(parts, usage_of(job.num_prompt_tokens, job.num_output_tokens)))
+    except SlipstreamError as error:
+        raise problem_of(error, type(asked).model_fields) from error
+    finally:
+        if not handed_over:
+            job.close()
+
+
+async def _in_pool(service: Service, asked: Body, work: Callable[[], Any]) -> Any:
+    """The result of work on a request that would hold up the loop. Problem where the request is at fault."""
+    is_form = isinstance(asked, Answering) and asked.asks_for_form
+    try:
+        return await service.in_pool(work, is_form)
+    except SlipstreamError as error:
+        raise problem_of(error, type(asked).model_fields) from error
+
+
+async def _asked(http: HttpRequest, cls: type[Asked]) -> Asked:
+    """The body of a request. Problem where it is not JSON, too large, or says what nobody here understands."""
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Problem(415, f"content-type is {kind or 'missing'}; send application/json", code="wrong_content_type")
+    asked = parse(cls, await _body(http, _service(http).options.max_body_bytes))
+    _check_model(_service(http), asked.model)
+    return asked
+
+
+async def _body(http: HttpRequest, limit: int) -> bytes:
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in http.stream():
+                size += len(part)
+                if size > _MOST_DROPPED_BYTES:
+                    break
+                if size <= limit:
+                    parts.append(part)
+    except TimeoutError:
+        raise Problem(408, f"the body did not arrive within {BODY_S:g} s", code="slow_body") from None
+    if size > limit:
+        raise Problem(413, f"the body has more than {limit} bytes", code="body_too_large")
+    return b"".join(parts)

@@ -1,0 +1,183 @@
+"""The application, and the process that serves it until it is told to stop.
+
+SIGTERM (or SIGINT): new requests are refused, those in flight may finish within the time of grace, the rest is told;
+then the process ends with exit code 0. A second signal ends it at once. Called by the command `serve`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from slipstream.errors import EngineError
+from slipstream.serve.api import BODIES, router
+from slipstream.serve.guard import Guard, JsonFormatter, respond
+from slipstream.serve.options import ServeOptions
+from slipstream.serve.problems import Problem, client_gone
+from slipstream.serve.render import Spelling
+from slipstream.serve.service import Service
+
+if TYPE_CHECKING:
+    from slipstream.llm import LLM
+
+log = logging.getLogger("slipstream.serve")
+
+CLOSING_S = 5  # for connections whose requests are over
+DEAF_CLIENT_MS = 60_000  # of a client that acknowledges nothing; then the system closes the connection
+SWITCH_INTERVAL_S = 5e-4  # what the engine waits for the loop at most: Python's own 5 ms are many steps
+
+
+def make_app(llm: "LLM", options: ServeOptions, model: str, on_dead: Callable[[], None] = lambda: None) -> FastAPI:
+    """model: what it is called where options name nothing else. on_dead: called when the engine has failed for good."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.service = service = Service(llm, options, options.served_name or model, on_dead)
+        try:
+            yield
+        finally:
+            await service.stop()
+
+    app = FastAPI(
+        title="Slipstream", version=metadata.version("slipstream"), lifespan=lifespan, docs_url=None, redoc_url=None
+    )
+    app.state.spelling = Spelling(llm)
+    app.include_router(router)
+    app.add_middleware(Guard, keys=options.keys)
+    app.add_exception_handler(Problem, _on_problem)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(ClientDisconnect, lambda http, error: _on_problem(http, client_gone()))
+    app.add_exception_handler(Exception, _on_bug)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def _on_problem(http: Request, error: Exception) -> Response:
+    assert isinstance(error, Problem)
+    http.scope["slipstream"].problem = error
+    return respond(error)
+
+
+def _on_http(http: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    about = {404: f"there is no {http.url.path}", 405: f"{http.url.path} does not know {http.method}"}
+    return respond(Problem(error.status_code, about.get(error.status_code, error.detail), headers=error.headers))
+
+
+def _on_bug(http: Request, error: Exception) -> Response:
+    log.error("bug", exc_info=error, extra={"fields": {"request_id": http.scope["slipstream"].request_id}})
+    return respond(Problem(500, "an error of the server; its log says more", code="internal_error"))
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """Bodies are read by the routes themselves, so that the schema has to be told of them."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        inputs: list[Any] = [(cls, "validation") for cls in BODIES.values()]
+        found, definitions = models_json_schema(inputs, ref_template="#/components/schemas/{model}")
+        places = {cls.__name__: place for (cls, _), place in found.items()}
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        for path, cls in BODIES.items():
+            body = {"required": True, "content": {"application/json": {"schema": places[cls.__name__]}}}
+            schema["paths"][path]["post"]["requestBody"] = body
+        app.openapi_schema = schema
+    return app.openapi_schema
+
+
+def bind(options: ServeOptions) -> socket.socket:
+    """The address, taken before a model is loaded for it. OSError where it cannot be."""
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAF_CLIENT_MS)
+    try:
+        bound.bind((options.host, options.port))
+    except OSError as error:
+        bound.close()
+        raise OSError(f"{options.host} port {options.port} cannot be bound: {error.strerror or error}") from error
+    return bound
+
+
+def run(llm: "LLM", options: ServeOptions, model: str, bound: socket.socket) -> None:
+    """Serve until a signal comes. EngineError where the engine failed for good."""
+    configure_logging()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    server = Server(llm, options, model)
+    server.run(sockets=[bound])
+    if server.has_failed:
+        raise EngineError("the engine has failed and was not restarted; the log says why")
+
+
+def configure_logging() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    for name, level in (("slipstream.serve", logging.INFO), ("uvicorn", logging.WARNING)):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level)
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with signals that end it as described above."""
+
+    def __init__(self, llm: "LLM", options: ServeOptions, model: str) -> None:
+        self.has_failed = False
+        self.app = make_app(llm, options, model, self._on_dead)
+        self._closing: asyncio.Task[None] | None = None
+        super().__init__(
+            uvicorn.Config(
+                self.app, lifespan="on", log_config=None, access_log=False, server_header=False,
+                timeout_graceful_shutdown=CLOSING_S, ws="none",
+            )
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Not as uvicorn does, which raises the signal again in the end: the exit code would not be 0."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread: whoever runs it there stops it
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.close)
+        await super().startup(sockets)
+        if self.started and sockets:
+            host, port = sockets[0].getsockname()[:2]
+            log.info("serving", extra={"fields": {"host": host, "port": port, "model": self.app.state.service.model}})
+
+    def close(self) -> None:
+        """Begin to end; at the second call end."""
+        if self._closing is not None:
+            self.should_exit = self.force_exit = True
+            return
+        log.info("draining")
+        self._closing = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        service: Service = self.app.state.service
+        try:
+            await service.drain()
+            await service.engine.stop()
+        finally:
+            self.should_exit = True
+
+    def _on_dead(self) -> None:
+        self.has_failed = True
+        # Whoever waited is told first; the time is enough for that, and nobody new is let in.
+        asyncio.get_running_loop().call_later(0.2, setattr, self, "should_exit", True)

@@ -1,0 +1,235 @@
+"""Answers to HTTP requests, without HTTP: admission, the engine's deltas as text, deadlines, numbers for the metrics.
+
+A `Job` is what one HTTP request gets: all answers to all its prompts. It holds its places in the queue from the moment
+it is opened until `close`, whatever happens in between, and `close` leaves nothing of it in the engine. Runs on the
+event loop; prompts are tokenized and grammars compiled in small pools of threads.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from slipstream.commit import Delta
+from slipstream.logprobs import TokenLogprob
+from slipstream.request import FinishReason, Request
+from slipstream.serve.engine_thread import EngineThread, Mailbox
+from slipstream.serve.metrics import Metrics, Snapshot, snapshot
+from slipstream.serve.options import ServeOptions
+from slipstream.serve.problems import Problem, engine_failed, queue_full, timed_out, unavailable
+from slipstream.stream import Chunk, TextStream
+
+if TYPE_CHECKING:
+    from slipstream.llm import LLM
+
+log = logging.getLogger("slipstream.serve")
+
+SNAPSHOT_S = 2.0  # a step may take so long before its metrics are old ones
+
+
+@dataclass(slots=True)
+class Part:
+    """A run of one answer's tokens: what several chunks say together."""
+
+    index: int  # among the choices
+    request: Request
+    num_chars_before: int  # of the answer's text, and
+    num_tokens_before: int
+    pieces: list[str] = field(default_factory=list)  # the text of each token, and perhaps what was held back at the end
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def add(self, chunk: Chunk) -> None:
+        self.pieces += [piece.text for piece in chunk.pieces]
+        self.token_ids += chunk.token_ids
+        if chunk.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *chunk.logprobs]
+        if chunk.prompt_logprobs is not None:
+            self.prompt_logprobs = chunk.prompt_logprobs
+        if chunk.finish_reason is not None:
+            self.finish_reason, self.stop_reason = chunk.finish_reason, chunk.stop_reason
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One answer while it is made."""
+
+    index: int
+    request: Request
+    text: TextStream
+    num_chars: int = 0
+    num_tokens: int = 0
+    first_token_s: float = 0.0
+
+
+class Job:
+    """The answers to one HTTP request."""
+
+    def __init__(self, service: "Service", num_answers: int) -> None:
+        self.num_prompt_tokens = self.num_output_tokens = 0
+        self.mailbox = Mailbox(service.options.max_backlog * num_answers)
+        self._service, self._num_answers = service, num_answers
+        self._arrived_s = time.perf_counter()
+        self._answers: dict[int, _Answer] = {}  # by uid, of those that have not ended
+        self._requests: list[Request] = []
+        seconds = service.options.request_timeout_s
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.mailbox.fail, timed_out(seconds))
+        self._is_open = True
+
+    def start(self, prompts: Sequence[Sequence[Request]]) -> None:
+        """Put the requests, those of each prompt, into the engine's queue."""
+        self._requests = [request for siblings in prompts for request in siblings]
+        self.num_prompt_tokens = sum(len(siblings[0].prompt_ids) for siblings in prompts)
+        for index, request in enumerate(self._requests):
+            self._answers[request.uid] = _Answer(index, request, self._service.llm.text_stream(request))
+        self._service.engine.submit(self._requests, self.mailbox)
+
+    async def begun(self) -> None:
+        """Until the first tokens are there. Problem where there will be none."""
+        await self.mailbox.ready()
+        if self.mailbox.failure is not None:
+            raise self.mailbox.failure
+
+    async def parts(self) -> AsyncIterator[list[Part]]:
+        """What has come since the last time, one part for each answer that gained something, until all have ended.
+
+        Problem where one of them fails: they stand and fall together.
+        """
+        while self._answers:
+            parts: dict[int, Part] = {}
+            for delta in await self.mailbox.take():
+                self._take(delta, parts)
+            self._service.metrics.tokens(sum(len(part.token_ids) for part in parts.values()))
+            yield list(parts.values())
+
+    async def whole(self) -> list[Part]:
+        """All of it, in the order of the choices."""
+        whole: dict[int, list[Part]] = {index: [] for index in range(self._num_answers)}
+        async for parts in self.parts():
+            for part in parts:
+                whole[part.index].append(part)
+        return [_joined(parts) for parts in whole.values()]
+
+    def close(self) -> None:
+        """Give its places back, and abort what has not ended."""
+        if self._is_open:
+            self._is_open = False
+            self._timer.cancel()
+            self._service.engine.release(self._requests)
+            self._service.closed(self._num_answers)
+
+    def _take(self, delta: Delta, parts: dict[int, Part]) -> None:
+        answer = self._answers[delta.request.uid]
+        if delta.finish_reason == "error":
+            raise engine_failed(delta.request.error or "no reason is known")
+        chunk = answer.text.chunk(delta)
+        part = parts.get(answer.index)
+        if part is None:
+            part = parts[answer.index] = Part(answer.index, delta.request, answer.num_chars, answer.num_tokens)
+        part.add(chunk)
+        answer.num_chars += len(chunk.text)
+        answer.num_tokens += len(delta.token_ids)
+        self.num_output_tokens += len(delta.token_ids)
+        self._observe(answer, delta)
+
+    def _observe(self, answer: _Answer, delta: Delta) -> None:
+        now, metrics = time.perf_counter(), self._service.metrics
+        if not answer.first_token_s:
+            answer.first_token_s = now
+            metrics.first_token(now - self._arrived_s, len(delta.request.prompt_ids) if delta.request.index == 0 else 0)
+        if delta.finish_reason is not None:
+            del self._answers[delta.request.uid]
+            seconds = now - self._arrived_s
+            later = answer.num_tokens - 1
+            metrics.answered(delta.finish_reason, seconds, (now - answer.first_token_s) / later if later > 0 else None)
+            self._service.answered(seconds)
+
+
+def _joined(parts: Sequence[Part]) -> Part:
+    first, last = parts[0], parts[-1]
+    entries = None if first.logprobs is None else [entry for part in parts for entry in part.logprobs or ()]
+    return Part(
+        first.index, first.request, 0, 0, [piece for part in parts for piece in part.pieces],
+        [token for part in parts for token in part.token_ids], entries, first.prompt_logprobs, last.finish_reason,
+        last.stop_reason,
+    )  # fmt: skip
+
+
+class Service:
+    """What all requests share. Made in the event loop that serves them."""
+
+    def __init__(self, llm: "LLM", options: ServeOptions, model: str, on_dead: Callable[[], None]) -> None:
+        self.llm, self.options, self.model = llm, options, model
+        self.created = int(time.time())
+        self.metrics = Metrics(model)
+        self.engine = EngineThread(llm, on_error=options.on_engine_error, on_dead=on_dead)
+        self.is_draining = False
+        self.num_open = 0  # answers that were admitted and are not closed
+        self._num_slots = llm.engine.scheduler.limits.max_num_seqs
+        self._mean_s = 1.0  # how long an answer takes, the latest ones above all
+        # Two pools: a schema that takes long to compile keeps no text waiting.
+        self._pools = {False: ThreadPoolExecutor(2, "slipstream-text"), True: ThreadPoolExecutor(2, "slipstream-form")}
+
+    @property
+    def is_ready(self) -> bool:
+        return self.engine.is_healthy and not self.is_draining
+
+    def open(self, num_answers: int) -> Job:
+        """Places in the queue for a request. Problem where there are none."""
+        if self.is_draining:
+            raise unavailable("the server is shutting down")
+        if self.engine.state == "dead":
+            raise unavailable(f"the engine has failed: {self.engine.failure}")
+        limit = self._num_slots + self.options.max_waiting
+        if num_answers > limit:
+            raise Problem(400, f"{num_answers} answers are asked for at once, and at most {limit} have room", param="n")
+        if self.num_open + num_answers > limit:
+            raise queue_full(self._retry_after_s())
+        self.num_open += num_answers
+        return Job(self, num_answers)
+
+    def closed(self, num_answers: int) -> None:
+        self.num_open -= num_answers
+
+    def answered(self, seconds: float) -> None:
+        self._mean_s += 0.1 * (seconds - self._mean_s)
+
+    async def in_pool(self, function: Callable[[], Any], is_form: bool = False) -> Any:
+        """The result of work that would hold up the loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._pools[is_form], function)
+
+    async def snapshot(self) -> Snapshot | None:
+        """Of the engine; None where it does not answer in time."""
+        try:
+            return await asyncio.wait_for(self.engine.ask(snapshot), SNAPSHOT_S)
+        except TimeoutError:
+            return None
+
+    async def drain(self) -> None:
+        """Admit nobody, and let those that are in finish within the time of grace."""
+        self.is_draining = True
+        end = time.monotonic() + self.options.grace_s
+        while self.num_open and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+
+    async def stop(self) -> None:
+        self.is_draining = True
+        await self.engine.stop()
+        for pool in self._pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _retry_after_s(self) -> int:
+        """About when one of those that wait for a slot will have got it."""
+        waves = max(self.num_open - self._num_slots, 1) / self._num_slots
+        return min(max(math.ceil(waves * self._mean_s), 1), 60)

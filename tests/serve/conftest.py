@@ -1,0 +1,122 @@
+"""A server on a free port, in a thread of the test's process, over a tiny pair in fp32."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2
+import pytest
+
+from slipstream.config import SpeculativeConfig
+from slipstream.decide.policy import make_policy
+from slipstream.llm import LLM
+from slipstream.load import Models, load_models
+from slipstream.serve.app import Server, bind
+from slipstream.serve.options import ServeOptions
+from slipstream.serve.service import Service
+from slipstream.testing import assert_nothing_left
+from tests.e2e.conftest import tiny_folders
+from tests.e2e.engines import price
+
+__all__ = ["tiny_folders"]
+MODEL = "tiny"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tiny_folders: tuple[Any, Any]) -> Models:
+    target, drafter = map(str, tiny_folders)
+    return load_models(target, drafter, dtype="float32", device="cpu", layout="auto")
+
+
+def make_llm(models: Models, mode: str = "static", **options: Any) -> LLM:
+    fields = {} if mode == "off" else {"draft_model": "tiny"}
+    speculative, policy = SpeculativeConfig.for_mode(mode, **fields), None
+    if mode not in ("off", "static"):  # else what steps cost would be measured, for seconds
+        policy, _ = make_policy(speculative, num_drafts=5, has_head=True, cost=price())
+    return LLM(models, speculative=speculative, policy=policy, **{"max_num_seqs": 4, "page_size": 8, **options})
+
+
+class Running:
+    """A server that runs, and clients for it."""
+
+    def __init__(self, llm: LLM, server: Server, port: int) -> None:
+        self.llm, self.server, self.port = llm, server, port
+        self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx2.Client(base_url=self.url, timeout=60)
+
+    @property
+    def service(self) -> Service:
+        service = self.server.app.state.service
+        assert isinstance(service, Service)
+        return service
+
+    def post(self, path: str, **fields: Any) -> httpx2.Response:
+        return self.http.post(path, json=fields)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over all series of that name and with these labels."""
+        lines = self.http.get("/metrics").text.splitlines()
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        name = f"slipstream:{name}{{"
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name) and all(w in line for w in wanted))
+
+    def wait_until(self, true: Callable[[], bool], seconds: float = 20.0) -> None:
+        end = time.monotonic() + seconds
+        while not true():
+            assert time.monotonic() < end, "it did not come true"
+            time.sleep(0.005)
+
+    def settle(self) -> None:
+        """Nothing is left of any request: no place in the queue, no slot, no page."""
+        self.wait_until(lambda: self.service.num_open == 0 and self.service.engine.num_open == 0)
+        self.wait_until(lambda: self.metric("num_requests_running") + self.metric("num_requests_waiting") == 0)
+        assert self.metric("kv_cache_usage_perc") == 0
+        assert_nothing_left(self.llm.engine)
+
+
+@contextmanager
+def serving(llm: LLM, **options: Any) -> Iterator[Running]:
+    """Ends as SIGTERM would end it."""
+    chosen = ServeOptions(port=0, **options)
+    bound = bind(chosen)
+    server = Server(llm, chosen, MODEL)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive(), "the server has not started"
+            time.sleep(0.005)
+        running = Running(llm, server, bound.getsockname()[1])
+        with running.http:
+            yield running
+    finally:
+        server.servers[0].get_loop().call_soon_threadsafe(server.close)
+        thread.join(30)
+        bound.close()
+        assert not thread.is_alive(), "the server has not ended"
+
+
+@pytest.fixture(scope="module")
+def served(tiny_pair: Models) -> Iterator[Running]:
+    with serving(make_llm(tiny_pair)) as running:
+        yield running
+        running.settle()
+
+
+@contextmanager
+def slowed(llm: LLM, seconds: float) -> Iterator[None]:
+    """Steps that take longer, so that a test can do something meanwhile."""
+    step = llm.engine.step
+
+    def slow() -> Any:
+        time.sleep(seconds)
+        return step()
+
+    llm.engine.step = slow  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        llm.engine.step = step  # type: ignore[method-assign]
