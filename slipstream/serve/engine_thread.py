@@ -201,6 +201,7 @@ class EngineThread:
     def _recover(self, reason: str) -> None:
         """In thread: requests that took part have failed; those that still wait go on in a new engine, if there is one."""
         self._hand_over()
+        self.state = "restarting"  # before anybody is told
         self.failure, self.num_failures = reason, self.num_failures + 1
         self._post(partial(self._fail_ended, reason))
         now = time.monotonic()
@@ -213,7 +214,6 @@ class EngineThread:
 
     def _restart(self) -> bool:
         """In thread: whether there is a new engine."""
-        self.state = "restarting"
         waiting = [request for request in self.llm.engine.requests.values() if not request.is_finished]
         try:
             self.llm.restart()

@@ -1,5 +1,6 @@
 """A server on a free port, in a thread of the test's process, over a tiny pair in fp32."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -61,7 +62,9 @@ class Running:
         lines = self.http.get("/metrics").text.splitlines()
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         name = f"slipstream:{name}{{"
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name) and all(w in line for w in wanted))
+        return sum(
+            float(line.split()[-1]) for line in lines if line.startswith(name) and all(w in line for w in wanted)
+        )
 
     def wait_until(self, true: Callable[[], bool], seconds: float = 20.0) -> None:
         end = time.monotonic() + seconds
@@ -78,10 +81,12 @@ class Running:
 
 
 @contextmanager
-def serving(llm: LLM, **options: Any) -> Iterator[Running]:
-    """Ends as SIGTERM would end it."""
+def serving(llm: LLM, send_buffer: int | None = None, **options: Any) -> Iterator[Running]:
+    """Ends as SIGTERM would end it. send_buffer: bytes that the system takes for a client that does not read."""
     chosen = ServeOptions(port=0, **options)
     bound = bind(chosen)
+    if send_buffer is not None:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     server = Server(llm, chosen, MODEL)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
@@ -109,14 +114,14 @@ def served(tiny_pair: Models) -> Iterator[Running]:
 @contextmanager
 def slowed(llm: LLM, seconds: float) -> Iterator[None]:
     """Steps that take longer, so that a test can do something meanwhile."""
-    step = llm.engine.step
+    engine, step = llm.engine, llm.engine.step
 
     def slow() -> Any:
         time.sleep(seconds)
         return step()
 
-    llm.engine.step = slow  # type: ignore[method-assign]
+    engine.step = slow  # type: ignore[method-assign]
     try:
         yield
     finally:
-        llm.engine.step = step  # type: ignore[method-assign]
+        engine.step = step  # type: ignore[method-assign]

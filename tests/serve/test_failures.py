@@ -1,0 +1,182 @@
+"""An engine that fails: who is told what, what goes on, and when the server gives up."""
+
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from slipstream.config import SamplingParams
+from slipstream.errors import RequestError
+from slipstream.llm import LLM
+from slipstream.load import Models
+from slipstream.serve import engine_thread
+from slipstream.testing import assert_nothing_left
+from tests.serve.conftest import COMPLETIONS, Running, make_llm, serving, slowed
+
+LONG = {"prompt": "once", "max_tokens": 200, "ignore_eos": True, "seed": 1, "temperature": 1, "return_token_ids": True}
+
+
+def break_engine(llm: LLM, always: bool = False) -> None:
+    """The next step fails half-way: the draft is launched, nothing is verified."""
+    intact = llm.engine.launch_verify
+
+    def broken(*args: Any) -> Any:
+        if not always:
+            llm.engine.launch_verify = intact  # type: ignore[method-assign]
+        raise ArithmeticError("on purpose")
+
+    llm.engine.launch_verify = broken  # type: ignore[method-assign]
+
+
+def break_while_busy(running: Running) -> list[tuple[int, dict[str, Any]]]:
+    """Four requests for two slots, and a stream that has begun; the answers to all, the stream last."""
+    answers: list[tuple[int, dict[str, Any]]] = []
+
+    def ask() -> None:
+        response = running.post(COMPLETIONS, **LONG)
+        answers.append((response.status_code, response.json()))
+
+    with running.http.stream("POST", COMPLETIONS, json={**LONG, "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        running.wait_until(lambda: running.service.engine.num_open == 4)
+        running.wait_until(lambda: running.metric("num_requests_waiting") == 2)
+        break_engine(running.llm)
+        rest = [line for line in lines if line]
+        for thread in threads:
+            thread.join(60)
+    return [*answers, (response.status_code, json.loads(rest[-1].removeprefix("data: ")))]
+
+
+def test_those_in_a_slot_fail_and_the_others_go_on(tiny_pair: Models) -> None:
+    llm = make_llm(tiny_pair, max_num_seqs=2)
+    (expected,) = make_llm(tiny_pair, "off").generate(
+        ["once"], SamplingParams(temperature=1, seed=1, max_tokens=200, ignore_eos=True)
+    )
+    before = llm.engine
+    with serving(llm) as running:
+        with slowed(llm, 0.01):
+            answers = break_while_busy(running)
+        assert sorted(status for status, _ in answers[:-1]) == [200, 200, 500]
+        for status, body in answers[:-1]:
+            if status == 200:
+                assert body["choices"][0]["token_ids"] == list(expected.token_ids)
+            else:
+                assert "on purpose" in body["error"]["message"]
+                assert body["error"]["code"] == "engine_error"
+        assert answers[-1][0] == 200  # it had begun
+        assert "on purpose" in answers[-1][1]["error"]["message"]
+        assert llm.engine is not before
+        health = running.http.get("/health")
+        assert (health.status_code, health.json()["failures"]) == (200, 1)
+        assert "on purpose" in health.json()["last_failure"]
+        assert running.metric("engine_failures_total") == 1
+        assert running.post(COMPLETIONS, **LONG).json()["choices"][0]["token_ids"] == list(expected.token_ids)
+        running.settle()
+
+
+def test_health_is_red_while_the_engine_is_made_anew(tiny_pair: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm(tiny_pair)
+    may_go_on, restart = threading.Event(), llm.restart
+
+    def slow_restart() -> None:
+        assert may_go_on.wait(20)
+        restart()
+
+    monkeypatch.setattr(llm, "restart", slow_restart)
+    with serving(llm) as running:
+        break_engine(llm)
+        assert running.post(COMPLETIONS, **LONG).status_code == 500
+        for path in ("/health", "/ready"):
+            assert running.http.get(path).status_code == 503
+        assert running.http.get("/metrics").status_code == 200  # of what was known before
+        waiting: list[int] = []
+        thread = threading.Thread(target=lambda: waiting.append(running.post(COMPLETIONS, **LONG).status_code))
+        thread.start()
+        running.wait_until(lambda: running.service.engine.num_open == 1)
+        may_go_on.set()
+        thread.join(30)
+        assert waiting == [200]
+        assert running.http.get("/health").status_code == 200
+        running.settle()
+
+
+def test_an_engine_that_fails_for_good(tiny_pair: Models) -> None:
+    """By option at once; else when it fails again and again."""
+    for options, failures in (({"on_engine_error": "exit"}, 1), ({}, engine_thread.MAX_RESTARTS + 1)):
+        llm = make_llm(tiny_pair)
+        original = llm.restart
+
+        def restart(llm: LLM = llm, original: Any = original) -> None:
+            original()
+            break_engine(llm)
+
+        llm.restart = restart  # type: ignore[method-assign]
+        break_engine(llm)
+        with serving(llm, **options) as running:
+            for _ in range(failures):
+                assert running.service.engine.state in ("running", "restarting")
+                assert running.post(COMPLETIONS, **LONG).status_code == 500
+            running.wait_until(lambda: running.service.engine.state == "dead")
+            running.wait_until(lambda: running.server.should_exit)
+            assert running.server.has_failed
+
+
+def test_an_engine_that_cannot_be_made_anew(tiny_pair: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm(tiny_pair)
+
+    def restart() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(llm, "restart", restart)
+    break_engine(llm)
+    with serving(llm) as running:
+        assert running.post(COMPLETIONS, **LONG).status_code == 500
+        running.wait_until(lambda: running.service.engine.state == "dead")
+        assert running.server.has_failed
+
+
+def test_an_answer_that_cannot_go_on(tiny_pair: Models) -> None:
+    """Logits that are not finite end their request alone."""
+    llm = make_llm(tiny_pair)
+    with serving(llm) as running:
+        bias = {str(token): -100.0 for token in range(259)}
+        assert running.post(COMPLETIONS, prompt="x", logit_bias=bias).status_code in (200, 400)
+        running.settle()
+
+
+# ------------------------------------------------------------------------------- what the server needs of an LLM
+
+
+def test_a_new_engine_over_the_same_weights(tiny_pair: Models) -> None:
+    llm = make_llm(tiny_pair)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    answers, notes = llm.generate(["a", "b"], params), list(llm.notes)
+    steps = llm.engine.totals.steps
+    llm.restart()
+    assert llm.engine.totals.steps == steps > 0
+    assert llm.notes == notes
+    assert [answer.token_ids for answer in llm.generate(["a", "b"], params)] == [answer.token_ids for answer in answers]
+    assert llm.engine.totals.steps > steps
+    assert_nothing_left(llm.engine)
+
+
+def test_requests_are_checked_before_they_are_added(tiny_pair: Models) -> None:
+    llm = make_llm(tiny_pair)
+    requests = llm.prepare("abc", SamplingParams(n=3, seed=5))
+    assert [request.index for request in requests] == [0, 1, 2]
+    assert len({request.uid for request in requests}) == 3
+    with pytest.raises(RequestError, match="max_model_len"):
+        llm.prepare("x" * 300)
+    with pytest.raises(RequestError, match="min_tokens"):
+        llm.prepare("x", SamplingParams(min_tokens=1, stop_token_ids=tuple(range(250))))
+    assert not llm.engine.has_work
+    assert llm.room_for_answer(6) == llm.max_model_len - 6
+    assert llm.room_for_answer(10**6) == 1
+    small = make_llm(tiny_pair, kv_memory=1 << 15, max_num_seqs=1)
+    assert small.room_for_answer(0) == small.engine.scheduler.pages.num_usable * 8 < small.max_model_len
+    assert small.prepare("x", SamplingParams(max_tokens=small.room_for_answer(1)))

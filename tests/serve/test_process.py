@@ -1,0 +1,193 @@
+"""`slipstream serve` as a process: signals, exit codes, and mistakes that are noticed before a model is loaded."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from slipstream.cli import main
+from slipstream.config import SamplingParams
+from slipstream.load import Models
+from slipstream.serve.options import ServeOptions
+from tests.serve.conftest import COMPLETIONS, make_llm
+
+# Steps take long enough for signals to come in between; BREAK is a file that makes the next one fail.
+SLOW = """
+import pathlib, sys, time
+from slipstream.engine import Engine
+step = Engine.step
+def slow(self):
+    time.sleep(0.01)
+    if pathlib.Path(sys.argv[1]).exists():
+        raise ArithmeticError("on purpose")
+    return step(self)
+Engine.step = slow
+from slipstream.cli import main
+main(sys.argv[2:])
+"""
+LONG = {"prompt": "once", "max_tokens": 150, "ignore_eos": True, "seed": 1, "return_token_ids": True}
+
+
+@contextmanager
+def process(folders: tuple[Path, Path], flag: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server, and its address."""
+    target, drafter = map(str, folders)
+    arguments = ["serve", "--model", target, "--draft", drafter, "--dtype", "float32", "--port", "0", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SLOW, str(flag), *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as running:
+        try:
+            assert running.stderr is not None
+            line = next(line for line in running.stderr if '"serving"' in line)
+            yield running, f"http://127.0.0.1:{json.loads(line)['port']}"
+        finally:
+            if running.poll() is None:
+                running.kill()
+
+
+def begin(url: str, client: httpx2.Client) -> Any:
+    """A stream that has begun; used as a context."""
+    return client.stream("POST", url + COMPLETIONS, json={**LONG, "stream": True})
+
+
+def events_of(lines: Iterator[str]) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+
+
+def test_sigterm_lets_answers_end(tiny_folders: tuple[Path, Path], tiny_pair: Models, tmp_path: Path) -> None:
+    params = SamplingParams(temperature=1, seed=1, max_tokens=150, ignore_eos=True)
+    (expected,) = make_llm(tiny_pair, "off").generate(["once"], params)
+    with process(tiny_folders, tmp_path / "break") as (running, url), httpx2.Client(timeout=60) as client:
+        with begin(url, client) as response:
+            lines = response.iter_lines()
+            first = events_of(iter([next(lines)]))
+            running.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+            refused = client.post(url + COMPLETIONS, json={"prompt": "x"})
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) > 0
+            assert client.get(url + "/ready").status_code == 503
+            assert client.get(url + "/health").status_code == 200
+            events = [*first, *events_of(lines)]
+        tokens = [token for event in events for token in event["choices"][0]["token_ids"]]
+        assert tokens == list(expected.token_ids)
+        assert running.wait(20) == 0
+
+
+def test_sigterm_without_grace(tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
+    config = tmp_path / "serve.json"
+    config.write_text(json.dumps({"grace_s": 0.1}))
+    with (
+        process(tiny_folders, tmp_path / "break", "--config", str(config)) as (running, url),
+        httpx2.Client(timeout=60) as client,
+        begin(url, client) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        running.send_signal(signal.SIGTERM)
+        assert events_of(lines)[-1]["error"]["code"] == "unavailable"
+        assert running.wait(20) == 0
+
+
+def test_a_client_that_is_killed_and_an_engine_that_fails_for_good(
+    tiny_folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    flag = tmp_path / "break"
+    with (
+        process(tiny_folders, flag, "--on-engine-error", "exit") as (running, url),
+        httpx2.Client(base_url=url, timeout=60) as client,
+    ):
+        code = "import sys, httpx2; httpx2.post(sys.argv[1], json=eval(sys.argv[2]), timeout=60)"
+        other = subprocess.Popen([sys.executable, "-c", code, url + COMPLETIONS, repr({**LONG, "n": 3})])
+        wait_for(client, 3)
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        wait_for(client, 0)
+        assert client.post(COMPLETIONS, json={"prompt": "x"}).status_code == 200
+        flag.touch()
+        response = client.post(COMPLETIONS, json={"prompt": "x"})
+        assert response.status_code == 500
+        assert "on purpose" in response.json()["error"]["message"]
+        assert running.wait(20) == 1
+        assert "the engine has failed" in (running.stderr.read() if running.stderr else "")
+
+
+def wait_for(client: httpx2.Client, num_running: int) -> None:
+    end = time.monotonic() + 20
+    while (
+        f'num_requests_running{{model_name="{model_name(client)}"}} {num_running}.0' not in client.get("/metrics").text
+    ):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def model_name(client: httpx2.Client) -> str:
+    return str(client.get("/v1/models").json()["data"][0]["id"])
+
+
+# ------------------------------------------------------------------------------------ before a model is loaded
+
+
+def refused(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--model", "/does/not/exist", *arguments])
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert refused("--port", str(taken.getsockname()[1])) == 1
+    assert "cannot be bound" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("library", ["fastapi", "uvicorn", "prometheus_client"])
+def test_a_library_that_is_missing(
+    library: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    assert refused("--port", "0") == 2
+    assert 'pip install -e ".[serve]"' in capsys.readouterr().err
+    assert library in refused_text(capsys, "--port", "0")
+
+
+def refused_text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    refused(*arguments)
+    return capsys.readouterr().err
+
+
+def test_wrong_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "serve.json"
+    empty = tmp_path / "keys"
+    empty.write_text("# none\n")
+    for arguments, says in (
+        (["--port", "70000"], "port"), (["--on-engine-error", "hope"], "on_engine_error"),
+        (["--max-waiting", "-1"], "max_waiting"), (["--request-timeout", "0"], "request_timeout_s"),
+        (["--api-keys", str(tmp_path / "none")], "api_keys"), (["--api-keys", str(empty)], "api_keys"),
+        (["--config", '{"grace_s": -1}'], "grace_s"), (["--config", '{"max_backlog": 0}'], "max_backlog"),
+        (["--config", '{"grace_s": "long"}'], "grace_s"), (["--config", '{"temperature": 1}'], "temperature"),
+        (["--config", '{"gracious": 1}'], "gracious"), (["--config", '{"host": ""}'], "host"),
+    ):  # fmt: skip
+        if arguments[0] == "--config":
+            config.write_text(arguments[1])
+            arguments = ["--config", str(config)]
+        assert refused(*arguments) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_keys_are_never_shown(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("very-secret\n")
+    options = ServeOptions(api_keys=file)
+    assert options.keys == ("very-secret",)
+    assert "very-secret" not in repr(options)
