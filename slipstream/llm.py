@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from slipstream.backends import Adapt
 from slipstream.build import build_engine
 from slipstream.commit import Delta
@@ -186,10 +188,15 @@ class LLM:
         return TextStream(self._decoder(request.params))
 
     def restart(self) -> None:
-        """A new engine over the same weights, with the totals of the old one; what that held in its slots is lost."""
+        """A new engine over the same weights, with the totals of the old one, whose requests are lost.
+
+        A drafter or a policy of your own is used again as it stands.
+        """
         totals, notes = self.engine.totals, len(self.notes)
         del self.engine
         gc.collect()  # on a device there may be no room for two
+        if self.models.device.type == "cuda":
+            torch.cuda.empty_cache()  # the new pool is sized by what the device says is free
         self.engine = build_engine(self.models, self.speculative, self.config, self.notes, *self._given)
         del self.notes[notes:]  # they were said once
         self.engine.totals, self._scheduler = totals, self.engine.scheduler

@@ -18,6 +18,7 @@ from slipstream.serve.problems import Problem
 from slipstream.structured import StructuredOutput
 
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_STOP_IDS = 1024  # the engine looks at each when a request gets its slot
 RESERVED_VARIABLES = ("messages", "add_generation_prompt", "self")  # of a chat template: the server sets them
 
 
@@ -73,7 +74,7 @@ class Answering(Body):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_IDS)
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
     structured: Structured | None = None
@@ -277,7 +278,7 @@ def _problem(errors: Sequence[Mapping[str, Any]]) -> Problem:
     # Where a value may be of several kinds there is an error for each; the deepest is about the kind that was meant.
     first = next((one for one in errors if one["type"] == "extra_forbidden"), None)
     worst = first or max(errors, key=lambda one: len(one["loc"]))
-    param = ".".join(str(part) for part in worst["loc"] if not _is_kind(part)) or None
+    param = ".".join(str(part)[:64] for part in worst["loc"] if not _is_kind(part)) or None
     if worst["type"] == "json_invalid":
         return Problem(400, f"the body is no JSON: {worst['msg']}", code="invalid_json")
     if worst["type"] == "extra_forbidden":

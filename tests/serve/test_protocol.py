@@ -1,0 +1,133 @@
+"""Bodies of requests as values, whatever bytes come: a request, or a problem that names what is wrong."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.datastructures import Headers
+
+from slipstream.config import SamplingParams
+from slipstream.errors import CapacityError, ConfigError, EngineError, RequestError
+from slipstream.serve.guard import Keys, request_id_of
+from slipstream.serve.problems import Problem, problem_of
+from slipstream.serve.protocol import (
+    Answering,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse,
+)
+
+KINDS: list[Any] = [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest]
+NAMES = sorted(
+    {name for kind in KINDS for name in kind.model_fields} | {"tools", "json", "type", "schema", "role", "content"}
+)
+ATOMS = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["user", "text"])
+)
+VALUES = st.recursive(
+    ATOMS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=4), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+GOOD: dict[Any, dict[str, Any]] = {
+    ChatRequest: {"messages": [{"role": "user", "content": "hi"}]},
+    CompletionRequest: {"prompt": "hi"},
+    TokenizeRequest: {"prompt": "hi"},
+    DetokenizeRequest: {"tokens": [1]},
+}
+PROFILE = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+
+
+def read(kind: Any, body: bytes) -> None:
+    """No other exceptions than those that become a status of 4xx."""
+    try:
+        asked = parse(kind, body)
+        if isinstance(asked, Answering):
+            assert isinstance(asked.sampling_params(100), SamplingParams)
+        return
+    except (Problem, RequestError) as error:
+        problem = problem_of(error, kind.model_fields)
+    assert problem.status == 400
+    assert len(json.dumps(problem.body, allow_nan=False)) < 10_000
+
+
+@PROFILE
+@given(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=6), VALUES, max_size=5))
+def test_any_fields(kind: Any, fields: dict[str, Any]) -> None:
+    read(kind, json.dumps({**GOOD[kind], **fields}).encode())
+
+
+@PROFILE
+@given(st.sampled_from(KINDS), st.sampled_from(NAMES), VALUES)
+def test_any_value_of_one_field(kind: Any, name: str, value: Any) -> None:
+    read(kind, json.dumps({**GOOD[kind], name: value}).encode())
+
+
+@PROFILE
+@given(
+    st.sampled_from(KINDS),
+    st.binary(max_size=40) | st.text(max_size=40).map(lambda text: text.encode("utf-8", "replace")),
+)
+def test_any_bytes(kind: Any, body: bytes) -> None:
+    read(kind, body)
+
+
+def test_names_are_not_repeated_at_any_length() -> None:
+    with pytest.raises(Problem) as refused:
+        parse(CompletionRequest, json.dumps({"prompt": "x", "y" * 10**6: 1}).encode())
+    assert len(json.dumps(refused.value.body)) < 1000
+
+
+def test_defaults_are_those_of_the_api() -> None:
+    chat = parse(ChatRequest, json.dumps(GOOD[ChatRequest]).encode()).sampling_params(77)
+    assert chat == SamplingParams(temperature=1.0, max_tokens=77)
+    completion = parse(CompletionRequest, b'{"prompt": "x"}').sampling_params(77)
+    assert completion == SamplingParams(temperature=1.0, max_tokens=16)
+    nulls = {name: None for name in CompletionRequest.model_fields if name not in ("prompt", "return_token_ids")}
+    assert parse(CompletionRequest, json.dumps({"prompt": "x", **nulls}).encode()).sampling_params(77) == completion
+
+
+def test_every_field_of_the_engine_can_be_asked_for() -> None:
+    """A new one must be added to the protocol, or be left out here with a reason."""
+    for kind in (ChatRequest, CompletionRequest):
+        missing = set(SamplingParams.__dataclass_fields__) - set(kind.model_fields)
+        assert missing == set()
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "param"),
+    [
+        (RequestError("top_p is 2; it must lie in (0, 1]"), 400, "top_p"),
+        (RequestError("structured.json is no JSON"), 400, "structured"),
+        (RequestError("the chat template refuses"), 400, None),
+        (CapacityError("the request may need 9 KV pages"), 400, None),
+        (ConfigError("structured output needs the library xgrammar"), 501, None),
+        (EngineError("a step failed"), 500, None),
+        (Problem(418, "a teapot", param="tea"), 418, "tea"),
+    ],
+)
+def test_errors_of_the_engine_as_answers(error: Exception, status: int, param: str | None) -> None:
+    problem = problem_of(error, CompletionRequest.model_fields)
+    assert (problem.status, problem.param) == (status, param)
+    with pytest.raises(KeyError):
+        problem_of(KeyError("a bug"), {})
+
+
+def test_ids_are_kept_only_where_they_are_harmless() -> None:
+    assert request_id_of("abc-1_2.3") == "abc-1_2.3"
+    for bad in (None, "", "a\nb", 'a"b', "x" * 129, "ä"):
+        made = request_id_of(bad)
+        assert made != bad
+        assert made.isalnum()
+
+
+def test_no_keys_admit_everybody() -> None:
+    assert Keys([]).admit(Headers({}))
+    assert not Keys(["k"]).admit(Headers({}))
+    assert Keys(["k", "l"]).admit(Headers({"authorization": "bearer l"}))
