@@ -228,4 +228,4 @@ def test_metrics_count_what_happened(tiny_pair: Models) -> None:
         assert running.metric("spec_decode_num_accepted_tokens_per_pos_total") == totals.accepted
         assert running.metric("spec_decode_num_steps_per_width_total") == totals.steps
         assert running.post(COMPLETIONS, prompt="x", foo=1).status_code == 400
-        assert running.metric("http_problems_total", status="400") == 1
+        running.wait_until(lambda: running.metric("http_problems_total", status="400") == 1)

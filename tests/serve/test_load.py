@@ -101,7 +101,7 @@ def test_a_client_that_leaves(tiny_pair: Models, stream: bool, waits: bool) -> N
             running.wait_until(lambda: running.service.num_open == 1, seconds=1)
         assert stays[0].json()["usage"]["completion_tokens"] == 200
         running.settle()
-        assert running.metric("http_problems_total", status="499") == 1
+        running.wait_until(lambda: running.metric("http_problems_total", status="499") == 1)
 
 
 def test_a_client_that_does_not_read(tiny_pair: Models) -> None:
@@ -113,7 +113,7 @@ def test_a_client_that_does_not_read(tiny_pair: Models) -> None:
             running.wait_until(lambda: running.service.num_open == 2)
             assert running.post(COMPLETIONS, **LONG).json()["usage"]["completion_tokens"] == 200
             running.wait_until(lambda: running.service.num_open == 0)
-            assert running.metric("http_problems_total", status="408") == 1
+            running.wait_until(lambda: running.metric("http_problems_total", status="408") == 1)
             running.settle()
 
 
