@@ -8,14 +8,18 @@ Masks are bits: token t is allowed where bit t % 32 of word t // 32 is set. Lett
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from slipstream.plan import Int32s
 
-MOST_SECONDS = 2.0  # that the masks of one step of one answer may take
+# Seconds of this thread's work that an answer's grammar may take: so many at once, and so many more with each step.
+# With an ambiguous grammar every token costs more than the last one, by a power of their number.
+MOST_MASK_SECONDS = 2.0
+MASK_SECONDS_A_STEP = 0.05
 
 
 def num_words(vocab_size: int) -> int:
@@ -84,21 +88,25 @@ def _completed_within(text: bytes, piece: bytes) -> set[int]:
 
 
 class Constraint:
-    """Of one answer."""
+    """Of one answer. What goes wrong in its matcher, or takes too long there, is an end of this answer and no other."""
 
-    def __init__(self, matcher: Matcher, ends: frozenset[int], vocab_size: int, marker: Marker | None = None) -> None:
-        """ends: tokens after which nothing comes."""
+    def __init__(
+        self, matcher: Matcher, ends: frozenset[int], vocab_size: int, marker: Marker | None = None,
+        patience: float | None = None,
+    ) -> None:  # fmt: skip
+        """ends: tokens after which nothing comes. patience: in place of MOST_MASK_SECONDS."""
         self._matcher, self._ends, self._marker = matcher, ends, marker  # no marker: it was found, or is none
         self._state = 0  # of the marker
         self._last_word = np.int32(np.uint32((1 << (vocab_size - 1) % 32 + 1) - 1).view(np.int32))  # its bits below V
+        self._most = self._left = MOST_MASK_SECONDS if patience is None else patience
         self.num_read = 0
+        self.failed: str | None = None  # why no mask can be made any more
 
     def read(self, token_ids: Sequence[int]) -> None:
-        """Committed tokens, each once and in order; none of them ends the answer."""
+        """Committed tokens, each once and in order; none of them ends the answer. `failed` says what went wrong."""
         for token in token_ids:
             if self._marker is None:
-                taken = self._matcher.accept(token)
-                assert taken, f"token {token} was emitted at {self.num_read}, where the grammar forbids it"
+                self._guard(partial(self._accept, token))
             else:
                 self._state = self._marker.follow(self._state, token)
                 if self._state == self._marker.length:
@@ -111,17 +119,34 @@ class Constraint:
         Places after a draft that is forbidden, or ends the answer, are never reached: there everything stays allowed.
         Returns why nothing can come next, where that is so.
         """
-        begun = time.perf_counter()
+        self._left = min(self._left + MASK_SECONDS_A_STEP, self._most)
         drafts = drafts[: next((place for place, draft in enumerate(drafts) if draft in self._ends), len(drafts))]
         masks_np[:] = -1
         first = self._fill_free(drafts, masks_np)
         if first <= len(drafts):
-            self._matcher.look_ahead(drafts[first:], masks_np[first : len(drafts) + 1])
-        if time.perf_counter() - begun > MOST_SECONDS:
+            self._guard(partial(self._matcher.look_ahead, drafts[first:], masks_np[first : len(drafts) + 1]))
+        if self.failed:
             masks_np[0] = 0
-            return f"its grammar takes longer than {MOST_SECONDS:g} s for a step: write one that is less ambiguous"
+            return self.failed
         masks_np[0, -1] &= self._last_word
         return None if masks_np[0].any() else "no token of the vocabulary continues what its grammar asks for"
+
+    def _accept(self, token: int) -> None:
+        if not self._matcher.accept(token):
+            raise ValueError(f"token {token} was emitted at {self.num_read}, where the grammar forbids it")
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        """Let the matcher work, unless it has failed; it may raise whatever its library raises."""
+        if self.failed:
+            return
+        begun = time.thread_time()
+        try:
+            work()
+        except Exception as error:
+            self.failed = f"its grammar failed: {error}"
+        self._left -= time.thread_time() - begun
+        if self._left < 0 and not self.failed:
+            self.failed = "its grammar takes too long for a step: write one that is less ambiguous"
 
     def _fill_free(self, drafts: Sequence[int], masks_np: Int32s) -> int:
         """Places ahead of the marker's end; returns the first one behind it, beyond all where there is none."""

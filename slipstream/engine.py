@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.commit import Delta, Gains, commit
-from slipstream.constrain import Constrainer, struck
 from slipstream.decide.policy import Policy
 from slipstream.device.backend import Backend
 from slipstream.device.batch import Batch
@@ -31,6 +30,7 @@ from slipstream.device.state import PlanOnDevice, SlotState
 from slipstream.draft.base import Draft, Drafter, DraftView
 from slipstream.errors import EngineError
 from slipstream.logprobs import Reported
+from slipstream.masking import Constrainer, struck
 from slipstream.metrics import SpecCounters
 from slipstream.plan import Decision, DraftReport, StepPlan, StepResult
 from slipstream.request import Request

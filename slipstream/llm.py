@@ -259,8 +259,15 @@ class LLM:
         if params.structured is None:
             return [None] * params.n
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.models.eos_token_ids)
-        made = self.grammars.compile(params.structured, ends)
+        made = self.grammars.compile(params.structured, ends, self._go_on)
         return [made() for _ in range(params.n)]
+
+    def _go_on(self) -> bool:
+        """A step for those who run while a grammar is compiled; whether there was one."""
+        if not self.engine.has_work:
+            return False
+        self.engine.step()
+        return True
 
     def _sibling(
         self, prompt_ids: tuple[int, ...], params: SamplingParams, seed: int, index: int, constraint: Constraint | None

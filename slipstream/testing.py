@@ -178,7 +178,9 @@ class TableGrammars:
     def __init__(self, after: NDArray[np.int64], final: Collection[int], pieces: Sequence[bytes] = ()) -> None:
         self._after, self._final, self._pieces = after, final, pieces
 
-    def compile(self, asked: StructuredOutput, ends: frozenset[int]) -> Callable[[], Constraint]:
+    def compile(
+        self, asked: StructuredOutput, ends: frozenset[int], meanwhile: Callable[[], bool]
+    ) -> Callable[[], Constraint]:
         marker = None if asked.after is None else Marker(asked.after, self._pieces)
         vocab_size = self._after.shape[1]
         return lambda: Constraint(TableMatcher(self._after, self._final, ends), ends, vocab_size, marker)

@@ -1,10 +1,12 @@
 """What the library makes of a form, on vocabularies small enough to walk; what it cannot compile is refused in time."""
 
 import json
+import os
 import random
 import re
 import subprocess
 import sys
+import threading
 import time
 from functools import cache
 from itertools import product
@@ -14,12 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream import SamplingParams, StructuredOutput, grammars
-from slipstream.constraint import allows, num_words
+from slipstream import SamplingParams, StructuredOutput, compiler
+from slipstream.compiler import Compiler, XMatcher, shared_compiler
+from slipstream.constraint import Constraint, allows, num_words
 from slipstream.errors import ConfigError, RequestError
 from slipstream.grammars import XGrammars
 from slipstream.testing import assert_nothing_left, tiny_tokenizer
-from tests.e2e.engines import greedy, make_llm, plain_answers, prompts_of
+from tests.e2e.engines import VOCAB, ScriptedDrafter, greedy, make_llm, plain_answers, prompts_of
 from tests.e2e.test_endings import PIECES, byte_tokenizer
 
 EOS = 40
@@ -36,7 +39,7 @@ class Pieces:
         self.eos_token_ids = (EOS,)
 
     def pieces(self, count: int) -> list[bytes]:
-        return self._pieces[:count]
+        return [*self._pieces, *[b""] * count][:count]
 
 
 TOKENS = (
@@ -47,6 +50,13 @@ TOKENS = (
 
 def made(*pieces: bytes) -> XGrammars:
     return XGrammars(Pieces(*(pieces or TOKENS)), EOS + 1, ENDS)  # type: ignore[arg-type]
+
+
+def made_for_tiny_models() -> XGrammars:
+    """The second of their tokens is the end."""
+    tokenizer = Pieces(b"", b"", *TOKENS)
+    tokenizer.special_ids = frozenset([0, 1])
+    return XGrammars(tokenizer, VOCAB, frozenset([1]))  # type: ignore[arg-type]
 
 
 @cache
@@ -101,23 +111,30 @@ def test_blanks_between_parts_of_json_come_to_an_end():
     constraint = made().compile(StructuredOutput(json=True), ENDS)()
     constraint.read([0])
     mask, blank = np.zeros((1, num_words(EOS + 1)), np.int32), TOKENS.index(b" ")
-    for count in range(grammars.MOST_WHITESPACE + 1):
+    for count in range(compiler.MOST_WHITESPACE + 1):
         constraint.fill([], mask)
         allowed = mask[0, blank // 32] >> blank % 32 & 1
         if not allowed:
-            assert count == grammars.MOST_WHITESPACE
+            assert count == compiler.MOST_WHITESPACE
             return
         constraint.read([blank])
     pytest.fail("there may be more")
 
 
-def test_stop_ids_end_a_complete_answer_too():
-    """They stay what they are within it: here token 3 is the letter a."""
-    constraint = made().compile(StructuredOutput(regex="(ab)+"), frozenset([9, EOS]))()
+def test_special_stop_ids_end_a_complete_answer_too():
+    tokenizer = Pieces(*TOKENS, b"<end>")
+    tokenizer.special_ids = frozenset([28, EOS])
+    constraint = XGrammars(tokenizer, EOS + 1, ENDS).compile(StructuredOutput(regex="(ab)+"), frozenset([28, EOS]))()  # type: ignore[arg-type]
     mask = np.zeros((2, num_words(EOS + 1)), np.int32)
     constraint.fill([22], mask)
     bits = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")[:, : EOS + 1]
-    assert [np.flatnonzero(row).tolist() for row in bits] == [[3, 22], [3, 9, 22, EOS]]
+    assert [np.flatnonzero(row).tolist() for row in bits] == [[3, 22], [3, 22, 28, EOS]]
+
+
+def test_a_stop_id_that_writes_text_is_refused():
+    """It would end the answer anywhere, and stand in it."""
+    with pytest.raises(RequestError, match="stop_token_ids has 12, which writes 'yes'"):
+        library().compile(StructuredOutput(choice=("yes", "no")), frozenset([12, EOS]))
 
 
 def test_ends_beyond_the_vocabulary_are_left_out():
@@ -129,9 +146,8 @@ def test_ends_beyond_the_vocabulary_are_left_out():
 
 def test_what_was_compiled_is_not_compiled_again(monkeypatch):
     maker, calls = made(), []
-    monkeypatch.setitem(
-        grammars._COMPILE, "regex", lambda compiler, texts: calls.append(1) or compiler.compile_regex(texts[0])
-    )
+    compile_in_child = Compiler.compile
+    monkeypatch.setattr(Compiler, "compile", lambda *args: calls.append(1) or compile_in_child(*args))
     for after in (None, "a", "b", None):
         maker.compile(StructuredOutput(regex="ab*", after=after), ENDS)
     assert len(calls) == 1
@@ -197,7 +213,7 @@ def test_looking_ahead_is_going_there_and_back(seed, regex):
 )  # fmt: skip
 def test_what_cannot_be_compiled_is_refused_before_it_is_queued(fields, says):
     llm = make_llm("off")
-    llm.grammars = made()
+    llm.grammars = made_for_tiny_models()
     asked = SamplingParams(structured=StructuredOutput(**fields))
     prompts = prompts_of(4, 5)
     stream = llm.stream(prompts[0], greedy(8))
@@ -226,33 +242,138 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch):
         made().compile(StructuredOutput(regex="a"), ENDS)
 
 
-def test_what_takes_too_long_is_refused(monkeypatch):
-    monkeypatch.setattr(grammars, "MOST_SECONDS", 0.05)
-    monkeypatch.setitem(grammars._COMPILE, "regex", lambda compiler, asked: time.sleep(0.5))
-    with pytest.raises(RequestError, match=r"structured\.regex takes longer than 0\.05 s"):
-        made().compile(StructuredOutput(regex="a"), ENDS)
+BOMB = StructuredOutput(  # minutes, and gigabytes
+    json={"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1000)}, "minProperties": 500}
+)
 
 
-BOMB = """
-import os, sys
-from tests.e2e.test_grammars import ENDS, made
-from slipstream import StructuredOutput, grammars
+@pytest.fixture
+def impatient(monkeypatch):
+    """A running child, and little time for the next grammar."""
+    library().compile(StructuredOutput(regex="a"), ENDS)
+    monkeypatch.setattr(compiler, "MOST_COMPILE_SECONDS", 1.5)
+
+
+def test_a_grammar_that_explodes_is_refused_and_that_is_remembered(impatient):
+    maker, child = made(), shared_compiler()._child
+    for most_s in (4.0, 0.1):
+        begun = time.perf_counter()
+        with pytest.raises(RequestError, match=r"structured\.json takes longer than 1\.5 s to compile"):
+            maker.compile(BOMB, ENDS)
+        assert time.perf_counter() - begun < most_s
+    assert child is not None and child.poll() is not None, "what explodes goes on"
+    assert [thread.name for thread in threading.enumerate() if "grammar" in thread.name] == []
+    maker.compile(StructuredOutput(regex="ab"), ENDS)
+
+
+def test_others_go_on_while_a_grammar_is_compiled(impatient):
+    llm = make_llm("off")
+    llm.grammars = made_for_tiny_models()
+    prompts = prompts_of(4, 5)
+    stream = llm.stream(prompts[0], greedy(40))
+    chunks = [next(stream)]
+    with pytest.raises(RequestError, match="takes longer"):
+        llm.generate(prompts[1:], SamplingParams(structured=BOMB))
+    assert not llm.engine.requests, "the stream's request has run to its end meanwhile"
+    assert sum((chunk.token_ids for chunk in [*chunks, *stream]), ()) == plain_answers(prompts, greedy(40))[0]
+    assert_nothing_left(llm.engine)
+
+
+def test_an_interrupt_while_a_grammar_is_compiled_leaves_no_answer_behind():
+    def interrupt() -> bool:
+        raise KeyboardInterrupt
+
+    maker = made()
+    with pytest.raises(KeyboardInterrupt):
+        maker.compile(BOMB, ENDS, interrupt)
+    assert answers(StructuredOutput(choice=("yes", "no"))) == {b"yes", b"no"}
+
+
+AMBIGUOUS = ['root ::= s\ns ::= s s | s s s | "a"', 'root ::= s\ns ::= s s | "a" | "b" | ""',
+             'root ::= (a? b? c? d?)*\na ::= "a"* b\nb ::= "a"* c\nc ::= "a"* d\nd ::= "a"*']  # fmt: skip
+
+
+@pytest.mark.parametrize("grammar", AMBIGUOUS)
+def test_an_ambiguous_grammar_costs_others_little(grammar):
+    """It is refused when it is tried, or ended when it gets slow: every step before that is a short one."""
+    maker = made(*TOKENS, b"a" * 4, b"a" * 8, b"a" * 6, b"aaa")
+    try:
+        make = maker.compile(StructuredOutput(grammar=grammar), ENDS)
+    except RequestError as error:
+        reason = str(error)
+    else:
+        reason = slow_answer(make())
+    assert "its grammar takes too long" in reason
+
+
+def slow_answer(constraint: Constraint) -> str:
+    mask, spent = np.zeros((1, num_words(EOS + 1)), np.int32), 0.0
+    for _ in range(300):
+        begun = time.thread_time()
+        constraint.read([29])
+        reason = constraint.fill([], mask)
+        took = time.thread_time() - begun
+        spent += took
+        assert took < 3.0
+        if reason:
+            return reason
+    pytest.fail(f"it took {spent:.1f} s")
+
+
+def test_a_matcher_that_fails_ends_its_request_alone(monkeypatch):
+    prompts, calls = prompts_of(4, 5), []
+    plain = plain_answers(prompts, greedy(20))
+    llm = make_llm("lag", ScriptedDrafter([[*p, *a] for p, a in zip(prompts, plain, strict=True)]))
+    llm.grammars = made_for_tiny_models()
+
+    def fails(self, drafts, masks_np):
+        calls.append(1)
+        raise RuntimeError("the library is confused")
+
+    monkeypatch.setattr(XMatcher, "look_ahead", fails)
+    params = [greedy(20), SamplingParams(structured=StructuredOutput(regex="[a-z]*"), max_tokens=20, temperature=0.0)]
+    free, bound = llm.generate(prompts, params)
+    assert calls and free.token_ids == plain[0]
+    assert bound.finish_reason == "error" and bound.error == "its grammar failed: the library is confused"
+    assert_nothing_left(llm.engine)
+
+
+LEAVES = """
+import sys
+from tests.e2e.test_grammars import BOMB, ENDS, made
+from slipstream import StructuredOutput, compiler
 from slipstream.errors import RequestError
-grammars.MOST_SECONDS = 2.0
-rules = [f"r{i} ::= r{i + 1} r{i + 1}" for i in range(25)]
-text = chr(10).join([*rules, 'r25 ::= "a" | ""', "root ::= r0"])
-try:
-    made().compile(StructuredOutput(grammar=text), ENDS)
-    print("compiled", flush=True)
-except RequestError as error:
-    print(error, flush=True)
-os._exit(0)  # what explodes goes on
+compiler.MOST_COMPILE_SECONDS = 1.5
+maker = made()
+for asked in (BOMB, StructuredOutput(regex="a")):
+    try:
+        maker.compile(asked, ENDS)
+    except RequestError as error:
+        print(error, flush=True)
+print("child", compiler.shared_compiler()._child.pid, flush=True)
 """
 
 
-def test_a_grammar_that_explodes_is_refused():
-    done = subprocess.run([sys.executable, "-c", BOMB], capture_output=True, text=True, timeout=120)
-    assert "structured.grammar takes longer than 2 s to compile" in done.stdout, done
+def test_nothing_is_left_when_the_process_ends():
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done
+    assert "takes longer than" in done.stdout
+    pid = int(done.stdout.split("child ")[1])
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("form", ["regex", "grammar"])
+def test_what_crashes_the_library_is_refused(form):
+    """As thirty thousand parentheses do to its parser, where it does not count them."""
+    text = "(" * 30000 + ('"a"' if form == "grammar" else "a") + ")" * 30000
+    with pytest.raises(RequestError, match=rf"structured\.{form} (cannot|is more|takes longer)"):
+        made().compile(StructuredOutput(**{form: text}), ENDS)
+
+
+def test_a_grammar_that_no_token_begins_is_refused():
+    with pytest.raises(RequestError, match="cannot be used: no token of the vocabulary"):
+        made().compile(StructuredOutput(regex="q"), ENDS)
 
 
 def test_pieces_are_the_bytes_of_tokens():

@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from slipstream import constrain, engine
+from slipstream import engine, masking
 from slipstream.config import SamplingParams
 from slipstream.constraint import Constraint
 from slipstream.request import sibling_seed
@@ -219,7 +219,7 @@ def test_a_free_batch_does_none_of_the_work(mode, overlap, monkeypatch):
     def unreachable(*args, **kwargs):
         raise AssertionError("work for grammars was done")
 
-    for owner, name in ((engine, "struck"), (constrain.Constrainer, "masks"), (engine.Engine, "take_drafts")):
+    for owner, name in ((engine, "struck"), (masking.Constrainer, "masks"), (engine.Engine, "take_drafts")):
         monkeypatch.setattr(owner, name, unreachable)
     spy = Spy(llm)
     assert ids(llm.generate(PROMPTS[1::2], params[1::2])) == plain(params)[1::2]

@@ -31,7 +31,6 @@ from slipstream import ledger
 from slipstream.cache.pages import NUM_RESERVED_PAGES
 from slipstream.cache.pool import KVPool
 from slipstream.config import SamplingParams
-from slipstream.constrain import Constrainer, struck
 from slipstream.constraint import Constraint
 from slipstream.device.backend import TorchBackend
 from slipstream.device.batch import Batch, RaggedBatch
@@ -39,6 +38,7 @@ from slipstream.device.state import make_slot_state
 from slipstream.draft.base import Draft, DraftView
 from slipstream.draft.block import BlockDraft
 from slipstream.draft.ngram import NGramDraft
+from slipstream.masking import Constrainer, struck
 from slipstream.models.decoder import Decoder
 from slipstream.models.drafters import BlockDrafter
 from slipstream.models.layers import DenseAttend

@@ -1,13 +1,13 @@
 """What may stand at each place of a block: against the definition, token by token, for automata and markers."""
 
 import random
+import time
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream import constraint
 from slipstream.constraint import Constraint, Marker, num_words
 from slipstream.testing import TableMatcher
 
@@ -113,19 +113,62 @@ def test_the_marker_may_be_met_in_every_way() -> None:
     assert allows(0, b"></t") and not allows(3, b"></t")
 
 
-def test_a_grammar_that_takes_too_long_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    after, final = automaton(3)
-    held = Constraint(TableMatcher(after, final, [EOS]), frozenset([EOS]), VOCAB)
-    masks = np.zeros((3, num_words(VOCAB)), np.int32)
-    assert held.fill([4, 5], masks) is None
-    monkeypatch.setattr(constraint, "MOST_SECONDS", -1.0)
-    assert "takes longer" in str(held.fill([4, 5], masks))
+class Costly(TableMatcher):
+    """Every call takes a while."""
+
+    def __init__(self, accept_s: float, look_s: float) -> None:
+        super().__init__(np.zeros((1, VOCAB), np.int64), {0}, [EOS])
+        self._accept_s, self._look_s = accept_s, look_s
+
+    def accept(self, token_id: int) -> bool:
+        work_for(self._accept_s)
+        return super().accept(token_id)
+
+    def look_ahead(self, drafts, masks_np) -> None:  # type: ignore[no-untyped-def]
+        work_for(self._look_s)
+        super().look_ahead(drafts, masks_np)
+
+
+def work_for(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+@pytest.mark.parametrize("costs", [(0.08, 0.0), (0.0, 0.08), (0.05, 0.05)])
+def test_a_grammar_that_goes_on_taking_too_long_ends_its_request(costs: tuple[float, float]) -> None:
+    held = Constraint(Costly(*costs), frozenset([EOS]), VOCAB, patience=0.1)
+    masks, reasons = np.zeros((3, num_words(VOCAB)), np.int32), []
+    for _ in range(8):
+        reasons.append(held.fill([4, 5], masks))
+        held.read([4])
+    assert reasons[0] is None and "takes too long" in str(reasons[-1]) and held.failed
     assert not masks[0].any()
+
+
+def test_a_grammar_may_take_what_a_step_has() -> None:
+    held = Constraint(Costly(0.0, 0.02), frozenset([EOS]), VOCAB, patience=0.1)
+    masks = np.zeros((1, num_words(VOCAB)), np.int32)
+    assert [held.fill([], masks) for _ in range(10)] == [None] * 10
+
+
+@pytest.mark.parametrize("name", ["accept", "look_ahead"])
+def test_what_a_matcher_raises_ends_its_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> None:
+        raise RuntimeError("the library is confused")
+
+    held = Constraint(Costly(0.0, 0.0), frozenset([EOS]), VOCAB)
+    monkeypatch.setattr(Costly, name, fails)
+    masks = np.zeros((1, num_words(VOCAB)), np.int32)
+    held.read([4])
+    assert held.fill([], masks) == "its grammar failed: the library is confused"
+    assert not masks[0].any()
+    assert held.num_read == 1
 
 
 def test_a_token_that_the_grammar_forbids_was_never_emitted() -> None:
     after, final = automaton(3)
     held = Constraint(TableMatcher(after, final, [EOS]), frozenset([EOS]), VOCAB)
     forbidden = int(np.flatnonzero(after[0] < 0)[0])
-    with pytest.raises(AssertionError, match="where the grammar forbids it"):
-        held.read([forbidden])
+    held.read([forbidden])
+    assert "where the grammar forbids it" in str(held.fill([], np.zeros((1, num_words(VOCAB)), np.int32)))

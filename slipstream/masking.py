@@ -27,7 +27,8 @@ class Constrainer:
     def masks(self, plan: StepPlan, drafts_np: Int64s | None, requests: Mapping[int, Request]) -> dict[str, Tensor]:
         """`masks` [M, d + 1, W] and `sequences` [M] of the M constrained requests that gain tokens, on the device.
 
-        drafts_np [D, d]; requests by their ids, those that have ended left out. Nothing where M is 0.
+        drafts_np [D, d]; requests by their ids, those that have ended left out. Nothing where M is 0. A request that
+        can have no token is told why (`Request.error`): its row chooses nothing, and that ends it when the step is collected.
         """
         bound = [
             (row, request) for row, uid in enumerate(plan.uids_np.tolist())
@@ -41,7 +42,7 @@ class Constrainer:
             assert constraint is not None
             constraint.read(request.output_since(constraint.num_read))
             drafts = drafts_np[row].tolist() if drafts_np is not None and row < plan.num_decode else []
-            request.error = constraint.fill(drafts, mask)
+            request.error = constraint.fill(drafts, mask) or request.error
         sequences = np.array([row for row, _ in bound], np.int64)
         return self._uploader.upload({"masks": masks, "sequences": sequences})
 

@@ -1,0 +1,290 @@
+"""The process in which grammars are compiled and tried, by the library xgrammar; both of its ends.
+
+What strangers ask for may keep the library busy for hours, fill the memory or crash it, and nothing within a process
+can end that. So it happens in a child, which is killed when it does not answer in time; what comes back is the compiled
+grammar as text. One child serves all LLMs of a process. The library, and torch with it, is imported at the first use.
+"""
+
+import atexit
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import numpy as np
+
+from slipstream.constraint import Constraint, allows, num_words
+from slipstream.errors import ConfigError, EngineError, RequestError
+from slipstream.plan import Int32s, Int64s
+
+MOST_COMPILE_SECONDS = 20.0  # for a grammar to be compiled and tried, on a machine that may be busy
+MOST_START_SECONDS = 120.0  # for the child to import the library
+MOST_MEMORY_BYTES = 1 << 32  # that the child may take on top of the library's own
+MOST_WHITESPACE = 16  # characters between two parts of JSON: a model that likes blanks must get on
+TRIED_TOKENS = 64  # of each walk
+TRIED_AT_RANDOM = 4  # walks
+TRIED_SECONDS = 0.5  # a walk's patience: less than an answer has
+_CACHE_BYTES = 1 << 28
+_POLL_SECONDS = 0.05
+
+Ask = tuple[str, tuple[str, ...], tuple[int, ...]]  # a form, its texts, and the tokens that end an answer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vocabulary:
+    """pieces [V]: the bytes of each token, none of those that no text is made of."""
+
+    pieces: tuple[bytes, ...]
+    eos_token_ids: tuple[int, ...]
+
+    def info(self) -> Any:
+        """As the library has it."""
+        xgrammar = library()
+        return xgrammar.TokenizerInfo(
+            list(self.pieces), xgrammar.VocabType.RAW, vocab_size=len(self.pieces),
+            stop_token_ids=list(self.eos_token_ids),
+        )  # fmt: skip
+
+
+class Compiler:
+    """The parent's end. A child is started for the first grammar, and again after one that had to be killed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # LLMs may be used by a thread each
+        self._child: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._vocabulary: Vocabulary | None = None  # that the child has
+
+    def compile(self, vocabulary: Vocabulary, ask: Ask, meanwhile: Callable[[], bool]) -> str:
+        """The compiled grammar, serialized. RequestError, which says why, for one that cannot be had.
+
+        `meanwhile` is called while nothing has come back, and says whether it did something.
+        """
+        with self._lock:
+            try:
+                return self._compile(vocabulary, ask, meanwhile)
+            except RequestError:
+                raise
+            except BaseException:  # an answer may be on its way, which nobody will read
+                self.close()
+                raise
+
+    def _compile(self, vocabulary: Vocabulary, ask: Ask, meanwhile: Callable[[], bool]) -> str:
+        form = ask[0]
+        pipe = self._started(meanwhile)
+        told = None if vocabulary is self._vocabulary else vocabulary
+        try:
+            pipe.send((told, ask, MOST_COMPILE_SECONDS))
+            self._vocabulary = vocabulary
+            answer = _answer(pipe, MOST_COMPILE_SECONDS, meanwhile)
+        except (EOFError, OSError):
+            self.close()
+            raise RequestError(f"structured.{form} is more than the library can compile: make it smaller") from None
+        if answer is None:
+            self.close()
+            seconds = f"{MOST_COMPILE_SECONDS:g} s"
+            raise RequestError(f"structured.{form} takes longer than {seconds} to compile and try: make it smaller")
+        compiled, reason = answer
+        if reason:
+            raise RequestError(f"structured.{form} {reason}")
+        return str(compiled)
+
+    def _started(self, meanwhile: Callable[[], bool]) -> Connection:
+        """The pipe to a child that listens."""
+        if self._pipe is not None and self._child is not None and self._child.poll() is None:
+            return self._pipe
+        self.close()
+        self._pipe, far_end = Pipe()
+        with far_end:
+            self._child = _spawn(far_end.fileno())
+        try:
+            ready = _answer(self._pipe, MOST_START_SECONDS, meanwhile)
+        except (EOFError, OSError):
+            ready = None
+        if ready is None:
+            raise EngineError("the process that compiles grammars did not start: see that `import xgrammar` works")
+        return self._pipe
+
+    def close(self) -> None:
+        """Kill the child, if there is one."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+        if self._pipe is not None:
+            self._pipe.close()
+        self._child = self._pipe = self._vocabulary = None
+
+
+@cache
+def shared_compiler() -> Compiler:
+    """Of this process; its child ends with it."""
+    compiler = Compiler()
+    atexit.register(compiler.close)
+    return compiler
+
+
+def _spawn(fd: int) -> subprocess.Popen[bytes]:
+    """Not by multiprocessing, which would run the caller's script once more. In a session of its own: ^C is not for it."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__, str(fd)], pass_fds=(fd,), env=environment, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def _answer(pipe: Connection, seconds: float, meanwhile: Callable[[], bool]) -> Any:
+    """What comes back; None where nothing does in time."""
+    end = time.monotonic() + seconds
+    busy = False
+    while not pipe.poll(0 if busy else _POLL_SECONDS):
+        if time.monotonic() > end:
+            return None
+        busy = meanwhile()
+    return pipe.recv()
+
+
+# ---------------------------------------------------------------------------------------------------- the child's end
+
+
+def serve(pipe: Connection) -> None:
+    """Compile what is asked for until the parent is gone."""
+    library()
+    _limit_memory()
+    pipe.send("ready")
+    while True:
+        try:
+            vocabulary, ask, seconds = pipe.recv()
+        except EOFError:
+            return
+        signal.alarm(int(seconds) + 5)  # an orphan ends too: nothing catches this signal
+        if vocabulary is not None:
+            known = vocabulary
+            lengths_np = np.array([len(piece) for piece in known.pieces])
+            compiler = library().GrammarCompiler(known.info(), cache_limit_bytes=_CACHE_BYTES)
+        pipe.send(_outcome(compiler, lengths_np, ask))
+        signal.alarm(0)
+
+
+def _outcome(compiler: Any, lengths_np: Int64s, ask: Ask) -> tuple[str, str | None]:
+    """The compiled grammar, or why there is none."""
+    form, texts, ends = ask
+    try:
+        compiled = _COMPILE[form](compiler, texts)
+        reason = _try(compiled, ends, lengths_np)
+        return ("", reason) if reason else (compiled.serialize_json(), None)
+    except Exception as error:  # the library raises RuntimeError for whatever it cannot read
+        said = str(error).strip()
+        return "", f"cannot be compiled: {said.partition(': ')[2] or said or repr(error)}"
+
+
+def _try(compiled: Any, ends: tuple[int, ...], lengths_np: Int64s) -> str | None:
+    """Walk through the grammar, by ways that make it expensive; why it is refused."""
+    draw = random.Random(0)
+    ways: list[Callable[[Int64s], int]] = [
+        lambda allowed_np: int(lengths_np[allowed_np].argmax()),
+        lambda allowed_np: int(lengths_np[allowed_np].argmin()),
+        *[lambda allowed_np: draw.randrange(len(allowed_np))] * TRIED_AT_RANDOM,
+    ]
+    mask_np = np.empty((1, num_words(len(lengths_np))), np.int32)
+    for choose in ways:
+        constraint = Constraint(XMatcher(compiled, ends), frozenset(ends), len(lengths_np), patience=TRIED_SECONDS)
+        for step in range(TRIED_TOKENS):
+            reason = constraint.fill([], mask_np)
+            if reason and (step == 0 or constraint.failed):
+                return f"cannot be used: {reason}"
+            allowed_np = _allowed(mask_np, ends, len(lengths_np))
+            if not len(allowed_np):
+                break
+            constraint.read([int(allowed_np[choose(allowed_np)])])
+    return None
+
+
+def _allowed(mask_np: Int32s, ends: tuple[int, ...], vocab_size: int) -> Int64s:
+    bits = np.unpackbits(mask_np.view(np.uint8)[0], bitorder="little")[:vocab_size]
+    bits[list(ends)] = 0
+    return bits.nonzero()[0]
+
+
+def _limit_memory() -> None:
+    """Beyond it the library fails, and the machine does not."""
+    if sys.platform != "linux":
+        return
+    import resource
+
+    with open("/proc/self/statm") as file:
+        taken = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (taken + MOST_MEMORY_BYTES, taken + MOST_MEMORY_BYTES))
+
+
+# ------------------------------------------------------------------------------------------- the library, at both ends
+
+
+class XMatcher:
+    """A `Matcher` by the library's. ends: below V."""
+
+    def __init__(self, compiled: Any, ends: Sequence[int]) -> None:
+        self._matcher = library().GrammarMatcher(compiled, override_stop_tokens=sorted(ends))
+
+    def accept(self, token_id: int) -> bool:
+        return bool(self._matcher.accept_token(token_id))
+
+    def look_ahead(self, drafts: Sequence[int], masks_np: Int32s) -> None:
+        """Drafts are a tree without branches to the library; a node that is forbidden gets an empty mask from it."""
+        follower, sibling = _chain(len(drafts) + 1)
+        self._matcher.traverse_draft_tree(follower, sibling, np.array([0, *drafts]), masks_np)
+        for place, draft in enumerate(drafts):
+            if not allows(masks_np[place], draft):
+                masks_np[place + 1] = -1
+                break
+
+
+@lru_cache(maxsize=64)
+def _chain(count: int) -> tuple[Int64s, Int64s]:
+    """Of each of so many nodes the one that follows, and the one beside it; -1: none."""
+    return np.append(np.arange(1, count), -1), np.full(count, -1)
+
+
+def _compile_choice(compiler: Any, texts: tuple[str, ...]) -> Any:
+    quoted = " | ".join('"' + "".join(map(_quoted, text)) + '"' for text in texts)
+    return compiler.compile_grammar(f"root ::= {quoted}")
+
+
+def _quoted(char: str) -> str:
+    """A character within quotes of EBNF."""
+    return char if char.isprintable() and char not in '"\\' else f"\\U{ord(char):08x}"
+
+
+_COMPILE: dict[str, Callable[[Any, tuple[str, ...]], Any]] = {
+    "json": lambda compiler, texts: compiler.compile_json_schema(texts[0], max_whitespace_cnt=MOST_WHITESPACE),
+    "regex": lambda compiler, texts: compiler.compile_regex(texts[0]),
+    "grammar": lambda compiler, texts: compiler.compile_grammar(texts[0]),
+    "choice": _compile_choice,
+}
+
+
+def library() -> Any:
+    try:
+        import xgrammar
+    except ImportError as error:
+        raise ConfigError(
+            f"structured output needs the library xgrammar ({error}): pip install 'slipstream[structured]'"
+        ) from error
+    return xgrammar
+
+
+def main() -> NoReturn:
+    serve(Connection(int(sys.argv[1])))
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()
