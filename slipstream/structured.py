@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from slipstream.errors import RequestError
+from slipstream.schema import check_schema
 
 MAX_CHARS = 1 << 16  # of everything that one request gives to compile
 MAX_MARKER_CHARS = 64  # of `after`
-MAX_NESTING = 64  # of a JSON schema: compiling takes the cube of it
 FORMS = ("json", "regex", "grammar", "choice")
 
 
@@ -21,8 +21,15 @@ FORMS = ("json", "regex", "grammar", "choice")
 class StructuredOutput:
     """Exactly one of json, regex, grammar and choice; the whole answer has this form, or what follows `after`.
 
-    json: a schema, as a dict or its text, kept as text; True: any JSON object. Where a schema names properties, others
-    are made only if it has additionalProperties. regex: the whole text, without look-around and back-references.
+    json: a schema, as a dict or its text, kept as text; True: any JSON object. It may have
+      type (one, or several), enum, const (alone or beside a type); $ref to #/ within the schema; anyOf, and oneOf, which
+      is taken for anyOf: an answer may fit several; allOf of one;
+      strings: either minLength and maxLength, or pattern (of the whole text, no look-around), or one of the formats in
+      `schema.FORMATS`; integers, numbers: minimum, maximum, exclusiveMinimum, exclusiveMaximum; integers: multipleOf;
+      objects: properties, in their order, required, additionalProperties, which are made only if it says so,
+      minProperties, maxProperties, or one of patternProperties alone; arrays: items, prefixItems, minItems, maxItems.
+      Beside them title, description, default, examples and other annotations. Else RequestError: it would not be kept.
+    regex: the whole text, without look-around and back-references.
     grammar: EBNF (GBNF) whose rule `root` is the text. choice: texts, one of which is the answer.
     after: everything is free until the output holds this text; then the form begins. None: with the first token.
     """
@@ -83,22 +90,14 @@ def _schema_text(schema: object) -> str:
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
+        parsed = json.loads(text)  # as it will be read: keys are texts
     except (ValueError, TypeError, RecursionError) as error:
         raise RequestError(f"structured.json is no JSON: {error}") from error
     if not isinstance(parsed, Mapping):
         raise RequestError(f"structured.json holds {text[:80]}; a schema is a JSON object")
-    if (depth := _nesting(parsed)) > MAX_NESTING:
-        raise RequestError(f"structured.json is nested {depth} deep; at most {MAX_NESTING}")
+    check_schema(parsed)
     _check_text("json", text)
     return text
-
-
-def _nesting(value: object) -> int:
-    """Tables and lists within each other; what `json` could write is not deep enough to end the recursion."""
-    if not isinstance(value, Mapping | list | tuple):
-        return 0
-    inner = value.values() if isinstance(value, Mapping) else value
-    return 1 + max(map(_nesting, inner), default=0)
 
 
 def _choices(choice: object) -> tuple[str, ...]:

@@ -8,7 +8,8 @@ import pytest
 from slipstream import SamplingParams, StructuredOutput
 from slipstream.errors import RequestError
 from slipstream.options import gather
-from slipstream.structured import MAX_CHARS, MAX_MARKER_CHARS, MAX_NESTING
+from slipstream.schema import MAX_NESTING
+from slipstream.structured import MAX_CHARS, MAX_MARKER_CHARS
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
@@ -58,6 +59,9 @@ REFUSED = [
     ({"json": {"const": {1, 2}}}, r"structured\.json is no JSON"),
     ({"json": LOOP}, r"structured\.json is no JSON"),
     ({"json": '{"items":' * 20000 + "{}" + "}" * 20000}, r"structured\.json is no JSON"),
+    ({"json": nested(500)}, r"structured\.json is nested 500 deep"),
+    ({"json": nested(900)}, r"structured\.json is (nested 900 deep|no JSON)"),
+    ({"json": '{"items":' * 960 + "{}" + "}" * 960}, r"structured\.json is (nested 961 deep|no JSON)"),
     ({"json": nested(MAX_NESTING + 1)}, rf"structured\.json is nested {MAX_NESTING + 1} deep"),
     ({"json": {"const": "\ud800"}}, "lone surrogate"),
     ({"regex": ""}, r"structured\.regex is ''"),

@@ -1,0 +1,79 @@
+"""Schemas that are taken are kept: of values on either side of each keyword the library admits those that conform."""
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+
+from slipstream.compiler import _COMPILE, Vocabulary, XMatcher, library
+from slipstream.schema import FORMATS
+from slipstream.structured import StructuredOutput
+
+EOS = 256
+
+
+@cache
+def byte_compiler() -> Any:
+    return library().GrammarCompiler(Vocabulary((*(bytes([byte]) for byte in range(256)), b""), (EOS,)).info())
+
+
+def admits(schema: dict[str, Any], text: str) -> bool:
+    compiled = _COMPILE["json"](byte_compiler(), StructuredOutput(json=schema).texts)
+    matcher = XMatcher(compiled, [EOS])
+    return all(matcher.accept(byte) for byte in text.encode()) and matcher.accept(EOS)
+
+
+REF = {"$ref": "#/$defs/x", "$defs": {"x": {"enum": [1, 2]}}, "description": "d"}
+LIST = {"type": "object", "properties": {"n": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}}, "required": ["n"]}
+TWO = {"type": "object", "properties": {"a": {"enum": [1]}, "b": {"enum": [1]}}}
+A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+STR, INT, NUM, OBJ, ARR = ({"type": name} for name in ("string", "integer", "number", "object", "array"))
+CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [  # schema, what conforms, what does not
+    ({}, [1, "a", {}, [], None], []),
+    ({"type": "null"}, [None], [1, "a"]),
+    ({"type": "boolean"}, [True, False], [0]),
+    ({"type": ["integer", "string"], "minimum": 2, "maxLength": 2}, [2, "a"], [1, "abc", None]),
+    ({**STR, "minLength": 2, "maxLength": 3}, ["ab", "éé", "abc"], ["a", "abcd", 1]),
+    ({**STR, "maxLength": 0}, [""], ["a"]),
+    ({**STR, "pattern": "^ab$"}, ["ab"], ["a", "abx", "xab"]),
+    ({**STR, "pattern": "(a|b$)c?"}, ["a", "ac", "b"], ["c"]),
+    ({**INT, "minimum": -5, "maximum": 5}, [-5, 0, 5], [-6, 6, 1.5]),
+    ({**INT, "exclusiveMinimum": 1, "exclusiveMaximum": 5}, [2, 4], [1, 5]),
+    ({**INT, "multipleOf": 7, "minimum": 1, "maximum": 20}, [7, 14], [0, 6, 21]),
+    ({**NUM, "minimum": 1.5, "maximum": 1.6}, [1.5, 1.55, 1.6], [1.4, 1.7, 0.9, 2]),
+    ({**NUM, "exclusiveMinimum": 0}, [0.1, 1], [0, -1]),
+    ({"enum": ["a", 1, None, [1]]}, ["a", 1, None], ["b", 2]),
+    ({"type": "string", "enum": ["a", "b"]}, ["a", "b"], ["c", 1]),
+    ({"const": "é"}, ["é"], ["e"]),
+    (REF, [1, 2], [3]),
+    (LIST, [{"n": None}, {"n": {"n": None}}], [{}, {"n": 1}, {"n": {"n": 1}}]),
+    ({"anyOf": [INT, STR]}, [1, "a"], [None]),
+    ({"oneOf": [INT, STR]}, [1, "a"], [None]),
+    ({"allOf": [INT]}, [1], ["a"]),
+    (OBJ, [{}, {"a": {"b": [1]}}], [[], 1]),
+    (A, [{}, {"a": 1}], [{"a": "x"}, {"b": 1}]),
+    ({**A, "required": ["a"]}, [{"a": 1}], [{}]),
+    ({**A, "additionalProperties": True}, [{"a": 1}, {"a": 1, "b": "x"}], [{"a": "x"}]),
+    ({**A, "additionalProperties": {"type": "string"}}, [{"b": "x"}], [{"b": 1}, {"a": "x"}]),
+    ({**TWO, "minProperties": 1}, [{"a": 1}, {"b": 1}, {"a": 1, "b": 1}], [{}]),
+    ({**TWO, "maxProperties": 1}, [{}, {"a": 1}, {"b": 1}], [{"a": 1, "b": 1}]),
+    ({**OBJ, "additionalProperties": INT, "maxProperties": 1}, [{}, {"x": 1}], [{"x": 1, "y": 2}, {"x": "a"}]),
+    ({**OBJ, "patternProperties": {"^x[0-9]$": INT}}, [{"x1": 1}, {}], [{"x1": "a"}, {"y": 1}]),
+    ({"properties": {"a": INT}}, [{"a": 1}], [{"a": "x"}]),
+    ({**ARR, "items": INT, "minItems": 1, "maxItems": 2}, [[1], [1, 2]], [[], [1, 2, 3], ["a"]]),
+    ({**ARR, "prefixItems": [INT], "items": STR}, [[1], [1, "a"]], [["a"], [1, 2]]),
+    ({**ARR, "prefixItems": [INT, STR], "items": False}, [[1, "a"]], [["a"], [1, "a", 2]]),
+    ({"items": INT}, [[], [1]], [["a"]]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), CASES)
+def test_what_conforms_is_admitted_and_nothing_else(schema: dict[str, Any], good: list[Any], bad: list[Any]) -> None:
+    assert [value for value in good if not admits(schema, json.dumps(value, ensure_ascii=False))] == []
+    assert [value for value in bad if admits(schema, json.dumps(value, ensure_ascii=False))] == []
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_formats_that_are_taken_are_honoured(name: str) -> None:
+    assert not admits({"type": "string", "format": name}, '"zz {zz"')
