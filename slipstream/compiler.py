@@ -1,8 +1,9 @@
 """The process in which grammars are compiled and tried, by the library xgrammar; both of its ends.
 
 What strangers ask for may keep the library busy for hours, fill the memory or crash it, and nothing within a process
-can end that. So it happens in a child, which is killed when it does not answer in time; what comes back is the compiled
-grammar as text. One child serves all LLMs of a process. The library, and torch with it, is imported at the first use.
+can end that. So it is tried in a child, which is killed when it does not answer in time; what went well there is
+compiled once more by who asked (a big grammar takes milliseconds to compile, and a minute to be sent). One child serves
+all LLMs of a process. The library, and torch with it, is imported at the first use.
 """
 
 import atexit
@@ -27,6 +28,7 @@ from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.plan import Int32s, Int64s
 
 MOST_COMPILE_SECONDS = 20.0  # for a grammar to be compiled and tried, on a machine that may be busy
+MOST_PAUSE_SECONDS = 2.0  # of these for compiling alone: while that is done once more, others wait
 MOST_START_SECONDS = 120.0  # for the child to import the library
 MOST_MEMORY_BYTES = 1 << 32  # that the child may take on top of the library's own
 MOST_WHITESPACE = 16  # characters between two parts of JSON: a model that likes blanks must get on
@@ -46,16 +48,17 @@ class Vocabulary:
     pieces: tuple[bytes, ...]
     eos_token_ids: tuple[int, ...]
 
-    def info(self) -> Any:
-        """As the library has it."""
+    def compiler(self) -> Any:
+        """The library's."""
         xgrammar = library()
-        return xgrammar.TokenizerInfo(
+        info = xgrammar.TokenizerInfo(
             list(self.pieces), xgrammar.VocabType.RAW, vocab_size=len(self.pieces),
             stop_token_ids=list(self.eos_token_ids),
         )  # fmt: skip
+        return xgrammar.GrammarCompiler(info, cache_limit_bytes=_CACHE_BYTES)
 
 
-class Compiler:
+class Trials:
     """The parent's end. A child is started for the first grammar, and again after one that had to be killed."""
 
     def __init__(self) -> None:
@@ -64,39 +67,37 @@ class Compiler:
         self._pipe: Connection | None = None
         self._vocabulary: Vocabulary | None = None  # that the child has
 
-    def compile(self, vocabulary: Vocabulary, ask: Ask, meanwhile: Callable[[], bool]) -> str:
-        """The compiled grammar, serialized. RequestError, which says why, for one that cannot be had.
+    def run(self, vocabulary: Vocabulary, ask: Ask, meanwhile: Callable[[], bool]) -> None:
+        """RequestError, which says why, for a grammar that cannot be had.
 
         `meanwhile` is called while nothing has come back, and says whether it did something.
         """
         with self._lock:
             try:
-                return self._compile(vocabulary, ask, meanwhile)
+                self._run(vocabulary, ask, meanwhile)
             except RequestError:
                 raise
             except BaseException:  # an answer may be on its way, which nobody will read
                 self.close()
                 raise
 
-    def _compile(self, vocabulary: Vocabulary, ask: Ask, meanwhile: Callable[[], bool]) -> str:
+    def _run(self, vocabulary: Vocabulary, ask: Ask, meanwhile: Callable[[], bool]) -> None:
         form = ask[0]
         pipe = self._started(meanwhile)
         told = None if vocabulary is self._vocabulary else vocabulary
         try:
             pipe.send((told, ask, MOST_COMPILE_SECONDS))
             self._vocabulary = vocabulary
-            answer = _answer(pipe, MOST_COMPILE_SECONDS, meanwhile)
+            outcome = _answer(pipe, MOST_COMPILE_SECONDS, meanwhile)
         except (EOFError, OSError):
             self.close()
             raise RequestError(f"structured.{form} is more than the library can compile: make it smaller") from None
-        if answer is None:
+        if outcome is None:
             self.close()
             seconds = f"{MOST_COMPILE_SECONDS:g} s"
             raise RequestError(f"structured.{form} takes longer than {seconds} to compile and try: make it smaller")
-        compiled, reason = answer
-        if reason:
-            raise RequestError(f"structured.{form} {reason}")
-        return str(compiled)
+        if outcome:
+            raise RequestError(f"structured.{form} {outcome}")
 
     def _started(self, meanwhile: Callable[[], bool]) -> Connection:
         """The pipe to a child that listens."""
@@ -125,11 +126,11 @@ class Compiler:
 
 
 @cache
-def shared_compiler() -> Compiler:
+def shared_trials() -> Trials:
     """Of this process; its child ends with it."""
-    compiler = Compiler()
-    atexit.register(compiler.close)
-    return compiler
+    trials = Trials()
+    atexit.register(trials.close)
+    return trials
 
 
 def _spawn(fd: int) -> subprocess.Popen[bytes]:
@@ -169,21 +170,22 @@ def serve(pipe: Connection) -> None:
         if vocabulary is not None:
             known = vocabulary
             lengths_np = np.array([len(piece) for piece in known.pieces])
-            compiler = library().GrammarCompiler(known.info(), cache_limit_bytes=_CACHE_BYTES)
+            compiler = known.compiler()
         pipe.send(_outcome(compiler, lengths_np, ask))
         signal.alarm(0)
 
 
-def _outcome(compiler: Any, lengths_np: Int64s, ask: Ask) -> tuple[str, str | None]:
-    """The compiled grammar, or why there is none."""
-    form, texts, ends = ask
+def _outcome(compiler: Any, lengths_np: Int64s, ask: Ask) -> str:
+    """Why there is no such grammar; empty where there is one."""
+    begun = time.monotonic()
     try:
-        compiled = _COMPILE[form](compiler, texts)
-        reason = _try(compiled, ends, lengths_np)
-        return ("", reason) if reason else (compiled.serialize_json(), None)
+        compiled = compiled_by(compiler, ask)
+        if time.monotonic() - begun > MOST_PAUSE_SECONDS:
+            return f"takes longer than {MOST_PAUSE_SECONDS:g} s to compile: make it smaller"
+        return _try(compiled, ask[2], lengths_np) or ""
     except Exception as error:  # the library raises RuntimeError for whatever it cannot read
         said = str(error).strip()
-        return "", f"cannot be compiled: {said.partition(': ')[2] or said or repr(error)}"
+        return f"cannot be compiled: {said.partition(': ')[2] or said or repr(error)}"
 
 
 def _try(compiled: Any, ends: tuple[int, ...], lengths_np: Int64s) -> str | None:
@@ -269,6 +271,12 @@ _COMPILE: dict[str, Callable[[Any, tuple[str, ...]], Any]] = {
     "grammar": lambda compiler, texts: compiler.compile_grammar(texts[0]),
     "choice": _compile_choice,
 }
+
+
+def compiled_by(compiler: Any, ask: Ask) -> Any:
+    """The library's grammar; it raises RuntimeError where it cannot make one."""
+    form, texts, _ = ask
+    return _COMPILE[form](compiler, texts)
 
 
 def library() -> Any:

@@ -19,7 +19,7 @@ from slipstream.plan import Int32s
 # Seconds of this thread's work that an answer's grammar may take: so many at once, and so many more with each step.
 # With an ambiguous grammar every token costs more than the last one, by a power of their number.
 MOST_MASK_SECONDS = 2.0
-MASK_SECONDS_A_STEP = 0.05
+MASK_SECONDS_A_STEP = 0.02
 
 
 def num_words(vocab_size: int) -> int:

@@ -1,14 +1,14 @@
 """From what a request asks for (`StructuredOutput`) to constraints over the model's vocabulary.
 
-A grammar is compiled and tried in another process (`compiler`), which may be killed; here compiled grammars, and
-refusals, are kept, and answers get their matchers.
+A grammar is tried in another process first (`compiler`), which may be killed; here compiled grammars, and refusals, are
+kept, and answers get their matchers.
 """
 
 from collections.abc import Callable
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
-from slipstream.compiler import Ask, Vocabulary, XMatcher, library, shared_compiler
+from slipstream.compiler import Ask, Vocabulary, XMatcher, compiled_by, shared_trials
 from slipstream.constraint import Constraint, Marker
 from slipstream.errors import RequestError
 from slipstream.models.tokenizer import Tokenizer
@@ -61,12 +61,12 @@ class XGrammars:
 
     def _compile(self, ask: Ask) -> Any:
         """The library's grammar, or why there is none."""
-        info = self._info  # also says if there is no library
+        compiler = self._compiler  # also says if there is no library
         try:
-            text = shared_compiler().compile(self._vocabulary, ask, self._meanwhile)
+            shared_trials().run(self._vocabulary, ask, self._meanwhile)
         except RequestError as error:
             return str(error)
-        return library().CompiledGrammar.deserialize_json(text, info)
+        return compiled_by(compiler, ask)
 
     def _check_ends(self, ends: frozenset[int]) -> None:
         """A token of the text that ends the answer as well would end it anywhere, with the token in it."""
@@ -89,5 +89,5 @@ class XGrammars:
         return Vocabulary(pieces, self._eos_token_ids)
 
     @cached_property
-    def _info(self) -> Any:
-        return self._vocabulary.info()
+    def _compiler(self) -> Any:
+        return self._vocabulary.compiler()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.compiler import _COMPILE, Vocabulary, XMatcher, library
+from slipstream.compiler import Vocabulary, XMatcher, compiled_by
 from slipstream.schema import FORMATS
 from slipstream.structured import StructuredOutput
 
@@ -15,11 +15,11 @@ EOS = 256
 
 @cache
 def byte_compiler() -> Any:
-    return library().GrammarCompiler(Vocabulary((*(bytes([byte]) for byte in range(256)), b""), (EOS,)).info())
+    return Vocabulary((*(bytes([byte]) for byte in range(256)), b""), (EOS,)).compiler()
 
 
 def admits(schema: dict[str, Any], text: str) -> bool:
-    compiled = _COMPILE["json"](byte_compiler(), StructuredOutput(json=schema).texts)
+    compiled = compiled_by(byte_compiler(), ("json", StructuredOutput(json=schema).texts, (EOS,)))
     matcher = XMatcher(compiled, [EOS])
     return all(matcher.accept(byte) for byte in text.encode()) and matcher.accept(EOS)
 

@@ -147,7 +147,7 @@ def test_a_grammar_that_goes_on_taking_too_long_ends_its_request(costs: tuple[fl
 
 
 def test_a_grammar_may_take_what_a_step_has() -> None:
-    held = Constraint(Costly(0.0, 0.02), frozenset([EOS]), VOCAB, patience=0.1)
+    held = Constraint(Costly(0.0, 0.01), frozenset([EOS]), VOCAB, patience=0.1)
     masks = np.zeros((1, num_words(VOCAB)), np.int32)
     assert [held.fill([], masks) for _ in range(10)] == [None] * 10
 
