@@ -52,7 +52,7 @@ class Marker:
         whole = text.encode()
         self.length = len(whole)
         self._pieces = pieces
-        self._next = [[_longest_end(whole, state, byte) for byte in range(256)] for state in range(self.length)]
+        self._next = _next_states(whole)
         self._masks = np.full((self.length, num_words(len(pieces))), -1, np.int32)
         for token, piece in enumerate(pieces):
             for state in _completed_within(whole, piece):
@@ -69,10 +69,15 @@ class Marker:
         return state
 
 
-def _longest_end(text: bytes, state: int, byte: int) -> int:
-    """Length of the longest beginning of `text` that its first `state` bytes and another one end with."""
-    seen = text[:state] + bytes((byte,))
-    return next(k for k in range(min(len(seen), len(text)), -1, -1) if seen.endswith(text[:k]))
+def _next_states(text: bytes) -> list[list[int]]:
+    """[state][byte]: as Knuth, Morris and Pratt build it. `shorter`: the state without the text's first byte."""
+    states, shorter = [[0] * 256], 0
+    states[0][text[0]] = 1
+    for state in range(1, len(text)):
+        states.append(list(states[shorter]))
+        states[state][text[state]] = state + 1
+        shorter = states[shorter][text[state]]
+    return states
 
 
 def _completed_within(text: bytes, piece: bytes) -> set[int]:
@@ -129,7 +134,11 @@ class Constraint:
             masks_np[0] = 0
             return self.failed
         masks_np[0, -1] &= self._last_word
-        return None if masks_np[0].any() else "no token of the vocabulary continues what its grammar asks for"
+        return (
+            None
+            if masks_np[0].any()
+            else "no token of the vocabulary continues what structured asks for: allow other texts there"
+        )
 
     def _accept(self, token: int) -> None:
         if not self._matcher.accept(token):

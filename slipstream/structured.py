@@ -13,7 +13,7 @@ from slipstream.errors import RequestError
 from slipstream.schema import check_schema
 
 MAX_CHARS = 1 << 16  # of everything that one request gives to compile
-MAX_MARKER_CHARS = 64  # of `after`
+MAX_MARKER_BYTES = 64  # of `after`
 FORMS = ("json", "regex", "grammar", "choice")
 
 
@@ -52,8 +52,8 @@ class StructuredOutput:
         for name in ("regex", "grammar", "after"):
             if getattr(self, name) is not None:
                 _check_text(name, getattr(self, name))
-        if len(self.after or "") > MAX_MARKER_CHARS:
-            raise RequestError(f"structured.after has {len(str(self.after))} characters; at most {MAX_MARKER_CHARS}")
+        if (size := len((self.after or "").encode())) > MAX_MARKER_BYTES:
+            raise RequestError(f"structured.after has {size} bytes; give at most {MAX_MARKER_BYTES}")
         if (size := sum(map(len, self.texts))) > MAX_CHARS:
             raise RequestError(f"structured.{self.form} has {size} characters; give at most {MAX_CHARS}")
 

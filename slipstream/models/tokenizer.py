@@ -8,6 +8,7 @@ No torch, and no transformers, here. Called by `LLM`, the streams and the comman
 
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -114,7 +115,8 @@ class Tokenizer:
         bytes_of = _piece_bytes(self.backend)
         if bytes_of is None:
             raise RequestError(
-                f"{self.source} has a tokenizer whose tokens are not made of bytes, and no grammar can be checked on them"
+                f"structured cannot be kept: {self.source} has a tokenizer whose tokens are not made of bytes, and no grammar can be "
+                "checked on them: leave structured out, or take a model with a byte-level tokenizer"
             )
         found = [b""] * count
         for text, token_id in self.backend.get_vocab(with_added_tokens=False).items():
@@ -334,8 +336,8 @@ def _from_byte_level(spelling: str) -> bytes:
 
 def _from_byte_fallback(spelling: str) -> bytes:
     """As SentencePiece has it: \N{LOWER ONE EIGHTH BLOCK} is a space, <0x0A> a byte."""
-    if len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">"):
-        return bytes.fromhex(spelling[3:5])
+    if byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", spelling):
+        return bytes.fromhex(byte[1])
     return spelling.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
 

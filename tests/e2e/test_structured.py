@@ -342,7 +342,7 @@ def test_a_grammar_without_a_way_on_fails_alone(mode, temperature, acceptance, o
         assert answer.finish_reason == "error"
         assert 1 <= len(answer.token_ids) <= 2
         assert "no token" in answer.error
-    assert mode != "off" or "continues what its grammar asks for" in answers[0].error
+    assert mode != "off" or "continues what structured asks for" in answers[0].error
     if acceptance == "coupled" or temperature == 0:
         assert ids(answers)[1::2] == plain(params)[1::2]
     assert_nothing_left(llm.engine)

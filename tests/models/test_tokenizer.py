@@ -311,14 +311,15 @@ def test_pieces_of_tokens_for_single_bytes() -> None:
         "é": 258,
         "▁": 259,
         "<0x>": 260,
+        "<0xZZ>": 261,
     }
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     backend.add_tokens([tokenizers.AddedToken("<▁x>", normalized=False)])
-    tokenizer = Tokenizer(source="bytes", backend=backend, vocab_size=262, special_ids=frozenset())
-    pieces = tokenizer.pieces(262)
+    tokenizer = Tokenizer(source="bytes", backend=backend, vocab_size=263, special_ids=frozenset())
+    pieces = tokenizer.pieces(263)
     assert pieces[:256] == [bytes([byte]) for byte in range(256)]
-    assert pieces[256:] == [b" a", b"b", "é".encode(), b" ", b"<0x>", "<▁x>".encode()]
+    assert pieces[256:] == [b" a", b"b", "é".encode(), b" ", b"<0x>", b"<0xZZ>", "<▁x>".encode()]
     for ids in ([256, 257, 0xC3, 0xA9, 259, 10], [258, 259, 256]):
         assert b"".join(pieces[token] for token in ids) == tokenizer.decode(ids).encode()
 

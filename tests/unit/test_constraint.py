@@ -135,6 +135,17 @@ def work_for(seconds: float) -> None:
         pass
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.text("ab", min_size=1, max_size=9), st.text("abc", max_size=20))
+def test_the_marker_keeps_the_longest_beginning(text: str, stream: str) -> None:
+    marker, state = Marker(text, [b"a", b"b", b"c"]), 0
+    for end, char in enumerate(stream, 1):
+        state = marker.follow(state, "abc".index(char))
+        assert state == next(k for k in range(len(text), -1, -1) if stream[:end].endswith(text[:k]))
+        if state == len(text):
+            return
+
+
 @pytest.mark.parametrize("costs", [(0.08, 0.0), (0.0, 0.08), (0.05, 0.05)])
 def test_a_grammar_that_goes_on_taking_too_long_ends_its_request(costs: tuple[float, float]) -> None:
     held = Constraint(Costly(*costs), frozenset([EOS]), VOCAB, patience=0.1)

@@ -9,7 +9,7 @@ from slipstream import SamplingParams, StructuredOutput
 from slipstream.errors import RequestError
 from slipstream.options import gather
 from slipstream.schema import MAX_NESTING
-from slipstream.structured import MAX_CHARS, MAX_MARKER_CHARS
+from slipstream.structured import MAX_CHARS, MAX_MARKER_BYTES
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
@@ -77,7 +77,8 @@ REFUSED = [
     ({"choice": ["x" * 1000] * 70}, r"structured\.choice has .* characters"),
     ({"regex": "a", "after": ""}, r"structured\.after is ''"),
     ({"regex": "a", "after": 5}, r"structured\.after is 5"),
-    ({"regex": "a", "after": "x" * (MAX_MARKER_CHARS + 1)}, r"structured\.after has"),
+    ({"regex": "a", "after": "x" * (MAX_MARKER_BYTES + 1)}, r"structured\.after has"),
+    ({"regex": "a", "after": "\N{GRINNING FACE}" * (MAX_MARKER_BYTES // 4 + 1)}, r"structured\.after has 68 bytes"),
 ]
 
 
