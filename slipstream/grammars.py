@@ -5,6 +5,7 @@ kept, and answers get their matchers.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
@@ -32,13 +33,20 @@ def idle() -> bool:
     return False
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Jobs are the same if they ask for the same."""
+
+    ask: Ask
+    meanwhile: Callable[[], bool] = field(compare=False)
+
+
 class XGrammars:
-    """Over the tokens of one model; compiled grammars are kept, and refusals are."""
+    """Over the tokens of one model; compiled grammars are kept, and refusals are. For any threads."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = tuple(sorted(token for token in eos_token_ids if token < vocab_size))
-        self._meanwhile: Callable[[], bool] = idle
         # What was asked for once will be asked for again.
         self._outcome = lru_cache(maxsize=128)(self._compile)
         self._marker = lru_cache(maxsize=32)(lambda text: Marker(text, self._pieces))
@@ -52,21 +60,20 @@ class XGrammars:
                 "structured needs a token that ends the answer, and this model names none: give stop_token_ids"
             )
         self._check_ends(ends)
-        self._meanwhile = meanwhile
-        outcome = self._outcome((asked.form, asked.texts, known))
+        outcome = self._outcome(_Job((asked.form, asked.texts, known), meanwhile))
         if isinstance(outcome, str):
             raise RequestError(outcome)
         marker = None if asked.after is None else self._marker(asked.after)
         return lambda: Constraint(XMatcher(outcome, known), ends, self._vocab_size, marker)
 
-    def _compile(self, ask: Ask) -> Any:
+    def _compile(self, job: _Job) -> Any:
         """The library's grammar, or why there is none."""
         compiler = self._compiler  # also says if there is no library
         try:
-            shared_trials().run(self._vocabulary, ask, self._meanwhile)
+            shared_trials().run(self._vocabulary, job.ask, job.meanwhile)
         except RequestError as error:
             return str(error)
-        return compiled_by(compiler, ask)
+        return compiled_by(compiler, job.ask)
 
     def _check_ends(self, ends: frozenset[int]) -> None:
         """A token of the text that ends the answer as well would end it anywhere, with the token in it."""

@@ -13,7 +13,7 @@ import logging
 import os
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from slipstream.device.events import EventPool, Recorder
 from slipstream.device.staging import compute_stream
 from slipstream.draft.base import Drafter
 from slipstream.errors import ConfigError, EngineError, RequestError
-from slipstream.grammars import Grammars, XGrammars
+from slipstream.grammars import Grammars, XGrammars, idle
 from slipstream.load import Models, Note, load_models
 from slipstream.logprobs import TokenLogprob
 from slipstream.metrics import SpecCounters, Timing
@@ -134,7 +134,7 @@ class LLM:
         if len(given) != len(prompts):
             raise RequestError(f"params: {len(given)} SamplingParams for {len(prompts)} prompts; give one, or one each")
         # All are checked before the first is added, so that a bad one disturbs nobody.
-        requests = [each for pair in zip(prompts, given, strict=True) for each in self._requests(*pair)]
+        requests = [each for pair in zip(prompts, given, strict=True) for each in self._requests(*pair, self._go_on)]
         self._run(requests)
         return [self._completion(request) for request in requests]
 
@@ -155,7 +155,7 @@ class LLM:
         """
         is_chat = isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         given = self.chat_ids(prompt) if is_chat else prompt  # type: ignore[arg-type]
-        return self._stream(self._requests(given, params))  # type: ignore[arg-type]
+        return self._stream(self._requests(given, params, self._go_on))  # type: ignore[arg-type]
 
     def record(self) -> Recorder:
         """Switch on the recording of stage spans; see `slipstream.device.events`. On a GPU it waits for the device."""
@@ -238,8 +238,10 @@ class LLM:
         """The first, or only, answer that is asked for."""
         return self._requests(prompt, params)[0]
 
-    def _requests(self, prompt: str | Sequence[int], params: SamplingParams | None) -> list[Request]:
-        """As many as `params.n` asks for."""
+    def _requests(
+        self, prompt: str | Sequence[int], params: SamplingParams | None, meanwhile: Callable[[], bool] = idle
+    ) -> list[Request]:
+        """As many as `params.n` asks for. meanwhile: what is done while a grammar is compiled."""
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params is {params!r}; give a SamplingParams")
@@ -249,17 +251,17 @@ class LLM:
         check_prompt(token_ids, self.models.vocab_size, self.max_model_len)
         params.check_token_ids(self.models.vocab_size)
         seed, prompt_ids = self._seeds.getrandbits(64) if params.seed is None else params.seed, tuple(token_ids)
-        constraints = self._constraints(params)
+        constraints = self._constraints(params, meanwhile)
         return [
             self._sibling(prompt_ids, params, seed, index, constraint) for index, constraint in enumerate(constraints)
         ]
 
-    def _constraints(self, params: SamplingParams) -> Sequence[Constraint | None]:
+    def _constraints(self, params: SamplingParams, meanwhile: Callable[[], bool]) -> Sequence[Constraint | None]:
         """One for each answer, where a form is asked for."""
         if params.structured is None:
             return [None] * params.n
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.models.eos_token_ids)
-        made = self.grammars.compile(params.structured, ends, self._go_on)
+        made = self.grammars.compile(params.structured, ends, meanwhile)
         return [made() for _ in range(params.n)]
 
     def _go_on(self) -> bool:

@@ -279,6 +279,19 @@ def test_others_go_on_while_a_grammar_is_compiled(impatient):
     assert_nothing_left(llm.engine)
 
 
+def test_who_prepares_a_request_beside_the_engine_takes_no_step(impatient):
+    """A server does it in another thread than the one that drives the engine."""
+    llm = make_llm("off")
+    llm.grammars = made_for_tiny_models()
+    stream = llm.stream(prompts_of(4)[0], greedy(40))
+    next(stream)
+    num_steps = llm.engine.num_decode_steps
+    with pytest.raises(RequestError, match="takes longer"):
+        llm.prepare(prompts_of(5)[0], SamplingParams(structured=BOMB))
+    assert llm.engine.num_decode_steps == num_steps
+    stream.close()
+
+
 def test_an_interrupt_while_a_grammar_is_compiled_leaves_no_answer_behind():
     def interrupt() -> bool:
         raise KeyboardInterrupt
