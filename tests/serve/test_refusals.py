@@ -81,7 +81,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
             "messages": USER,
             "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}},
         },
-        "structured",
+        "response_format",
     ),
     (
         CHAT,
