@@ -23,6 +23,8 @@ def session() -> Session:
     return Session(tiny().small, lambda line: None)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_every_phase_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path))
     monkeypatch.setattr(hf, "batched", lambda model, prompts, count: len(prompts) * count)

@@ -197,6 +197,7 @@ BY_THE_STEP = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_logits_hang_on_the_tokens_before_them_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One at a time; and three at a time with drafts, prompts read in chunks of a few tokens. Nobody asks how many."""
     for name in BY_THE_STEP:

@@ -99,7 +99,7 @@ STRUCTURED = StructuredOutput(grammar="root ::= [a-z]*")  # what the automaton o
 @pytest.mark.parametrize(
     ("mode", "acceptance", "deterministic"),
     [
-        ("lag-budget", "coupled", False),
+        pytest.param("lag-budget", "coupled", False, marks=SLOW),
         pytest.param("static", "coupled", True, marks=SLOW),
         pytest.param("lag", "rejection", False, marks=SLOW),
     ],
