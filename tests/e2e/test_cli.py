@@ -204,13 +204,13 @@ def test_bench_takes_variants_of_lag_for_comparison(run: Run, tiny: list[str], t
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"turns": ["one"]}\n{"turns": ["two"]}\n')
     outcome = run(
-        "bench", *tiny, "--prompts", prompts, "--requests", 2, "--waves", 2, "--modes", ",".join(reversed(modes)),
+        "bench", *tiny, "--prompts", prompts, "--requests", 2, "--waves", 1, "--modes", ",".join(reversed(modes)),
         "--config", config, "--json",
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
     rows = {row["mode"]: row for row in outcome.json["rows"]}
     assert list(rows) == ["lag", "fixed:2", "fixed:0", "lag-late"]
-    assert [rows[mode]["output_tokens"] for mode in modes] == 4 * [32]
+    assert [rows[mode]["output_tokens"] for mode in modes] == 4 * [16]
     assert rows["fixed:0"]["verified"] == 0 < rows["fixed:0"]["drafted"]
     assert set(rows["fixed:2"]["width_histogram"]) <= {"0", "1", "2"}
     assert rows["lag-late"]["width_histogram"] == rows["lag"]["width_histogram"]

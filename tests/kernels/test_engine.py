@@ -150,8 +150,9 @@ def asking(params: list[SamplingParams]) -> list[SamplingParams]:
     return [replace(p, logprobs=a, prompt_logprobs=b, max_tokens=5) for p, (a, b) in zip(params, wishes, strict=True)]
 
 
-@pytest.mark.parametrize("acceptance", ["coupled", pytest.param("rejection", marks=SLOW)])
-@pytest.mark.parametrize("mode", [*(pytest.param(mode, marks=SLOW) for mode in MODES[:-1]), MODES[-1]])
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.parametrize("mode", MODES)
 def test_logprobs_are_those_of_a_dense_forward(device: str, mode: str, acceptance: str) -> None:
     entries_are_those_of_a_dense_forward(device, mode, acceptance, asking(params_for(1.0)))
 

@@ -318,6 +318,9 @@ CORRECT_FILL = Constraint.fill
 
 @pytest.mark.parametrize("fault", [_without_drafts, _one_late])
 def test_masks_that_do_not_follow_the_drafts_are_seen(fault: Callable[..., None]) -> None:
-    """They let something through, and the next step finds it in the answer."""
-    with patch.object(Constraint, "fill", fault), pytest.raises(AssertionError, match="where the grammar forbids it"):
+    """They let something through; the next step finds it in the answer, and the request fails in place of a draw."""
+    with (
+        patch.object(Constraint, "fill", fault),
+        pytest.raises(AssertionError, match="a draw is missing, or not a law"),
+    ):
         Fault("vanilla", wish="grammar").error()
