@@ -12,6 +12,7 @@ each weight. Called by the networks of the GPU backend; reference and signature:
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
@@ -221,20 +222,10 @@ def guess_tile(weight: Tensor, has_norm: bool) -> Tile:
     return Tile(rows=_FEW_ROWS, columns=columns, depth=depth, lanes=lanes, warps=4, stages=stages)
 
 
-def deterministic_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    residual: Tensor | None = None,
-    gated: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`fused_linear`, but a row's result is the same bits whatever rows stand beside it, and however many."""
-    tile = deterministic_tile(weight, norm is not None)
-    return tiled_linear(x, weight, bias, tile, norm=norm, eps=eps, residual=residual, gated=gated, out=out)
+def deterministic_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **fused: Any) -> Tensor:
+    """`fused_linear` with what it takes, but a row's result is the same bits whatever rows stand beside it, and however
+    many."""
+    return tiled_linear(x, weight, bias, deterministic_tile(weight, fused.get("norm") is not None), **fused)
 
 
 def deterministic_tile(weight: Tensor, has_norm: bool) -> Tile:
