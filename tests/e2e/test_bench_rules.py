@@ -9,6 +9,7 @@ from bench import rules
 from tests.e2e.engines import SPECULATING, ScriptedDrafter, greedy, known, make_llm, models_with, prompts_of
 
 
+@pytest.mark.slow
 def test_both_rules_are_served_and_compared(
     tiny_folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

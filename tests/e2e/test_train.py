@@ -223,7 +223,8 @@ def ngram_walk(answers: AnswerSet, document: int, drafts: int) -> list[tuple[int
     return steps
 
 
-@pytest.mark.parametrize(("algorithm", "steps"), [("dspark", 300), pytest.param("dflash", 600, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("algorithm", "steps"), [("dspark", 300), ("dflash", 600)])
 def test_a_trained_toy_beats_looking_up(algorithm: str, steps: int, tmp_path: Path) -> None:
     """From a target to a drafter file: the loss falls, and on held-out answers that do not end in a loop each position's
     drafts survive more than twice as often as those of n-gram look-up.
