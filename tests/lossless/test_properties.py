@@ -185,12 +185,14 @@ def check(case: Case, mode: str, totals: Counter[str], near_ties: NearTies, back
         totals[name] += getattr(llm.engine.totals, name)
 
 
-def run(mode: str, sampled: bool, examples: int, profile: settings = PROFILE, backend: str = "torch") -> None:
-    """So many cases in a mode, of the backend named, against plain decoding in plain torch."""
+def run(
+    mode: str, drawn: st.SearchStrategy[Case], examples: int, profile: settings = PROFILE, backend: str = "torch"
+) -> None:
+    """So many of the cases drawn in a mode, of the backend named, against plain decoding in plain torch."""
     totals, near_ties = Counter[str](), NearTies()
 
     @settings(profile, max_examples=examples)
-    @given(case=cases(sampled))
+    @given(case=drawn)
     def prop(case: Case) -> None:
         check(case, mode, totals, near_ties, backend)
 
@@ -203,14 +205,14 @@ def run(mode: str, sampled: bool, examples: int, profile: settings = PROFILE, ba
 @pytest.mark.parametrize("mode", SPECULATING)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_any_requests_are_answered_as_plain_decoding_answers_them(mode: str, sampled: bool) -> None:
-    run(mode, sampled, 25)
+    run(mode, cases(sampled), 25)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", SPECULATING)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_many_requests_are_answered_as_plain_decoding_answers_them(mode: str, sampled: bool) -> None:
-    run(mode, sampled, 300)
+    run(mode, cases(sampled), 300)
 
 
 def test_every_field_of_a_request_is_drawn() -> None:
@@ -244,4 +246,4 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(fault: str) -> None:
     with patch(*FAULTS[fault]), pytest.raises(AssertionError, match=r"^(?!inconclusive)"):
-        run("static", True, 100, settings(PROFILE, phases=[Phase.generate], report_multiple_bugs=False))
+        run("static", cases(True), 100, settings(PROFILE, phases=[Phase.generate], report_multiple_bugs=False))
