@@ -37,7 +37,7 @@ test: $(VENV)/.dev ## under 8 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 test-slow: $(VENV)/.dev ## under 40 minutes on 2 cores
-	$(PY) -m pytest -m "slow and not gpu" --timeout 1800
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "slow and not gpu" --timeout 1800
 
 test-gpu: ## on a machine with a CUDA device; without a venv it takes $(PYTHON) and the packages that are there
 	$(or $(wildcard $(PY)),$(PYTHON)) -m pytest -m gpu --timeout 600
