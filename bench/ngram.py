@@ -46,7 +46,9 @@ def arguments() -> argparse.Namespace:
 def make_answers(options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.answers and options.answers.exists():
         return json.loads(options.answers.read_text())
-    llm = LLM(options.model, speculative=SpeculativeConfig(draft_model=options.draft), max_num_seqs=8)
+    llm = LLM(
+        options.model, speculative=SpeculativeConfig(draft_model=options.draft), max_num_seqs=8, prefix_caching=False
+    )
     found = []
     for name in SETS:
         texts = read_prompts(options.prompts / f"{name}.jsonl", limit=options.limit)

@@ -63,7 +63,13 @@ def params_of(options: argparse.Namespace, wish: str, count: int) -> list[Sampli
 def make_llm(options: argparse.Namespace, mode: str, models: Models, max_model_len: int) -> LLM:
     fields = {} if mode == "off" else {"draft_model": options.draft, "acceptance": options.acceptance}
     speculative = SpeculativeConfig.for_mode(mode, **fields)
-    return LLM(models, speculative=speculative, max_num_seqs=options.concurrency, max_model_len=max_model_len)
+    return LLM(
+        models,
+        speculative=speculative,
+        max_num_seqs=options.concurrency,
+        max_model_len=max_model_len,
+        prefix_caching=False,
+    )
 
 
 def wave(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> dict[str, Any]:

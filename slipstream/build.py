@@ -16,6 +16,7 @@ from rich.progress import Progress
 
 from slipstream.backends import BACKENDS, Adapt, Ingredients
 from slipstream.cache.pages import PageAllocator
+from slipstream.cache.shared import SharedPages
 from slipstream.config import DEFAULT_MAX_DRAFTS, NGRAM, NOT_DETERMINISTIC, EngineConfig, SpeculativeConfig
 from slipstream.decide.cost import CostModel, CostProfile
 from slipstream.decide.pace import draft_lengths
@@ -67,7 +68,7 @@ def build_engine(
         backend=parts.backend,
         policy=policy or FullWidth(num_drafts, signal),
         rule=parts.rule,
-        scheduler=_scheduler(sizes, source.max_position),
+        scheduler=_scheduler(sizes, source.max_position, config.prefix_caching),
         vocab_size=models.vocab_size,
         device=models.device,
         overlap=config.overlap,
@@ -206,7 +207,7 @@ def _num_drafts(speculative: SpeculativeConfig, source: DraftSource, notes: list
 # ------------------------------------------------------------------------------------------------ scheduler, policy
 
 
-def _scheduler(sizes: Sizes, max_draft_context: int) -> Scheduler:
+def _scheduler(sizes: Sizes, max_draft_context: int, prefix_caching: bool) -> Scheduler:
     limits = SchedulerLimits(
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
@@ -214,7 +215,8 @@ def _scheduler(sizes: Sizes, max_draft_context: int) -> Scheduler:
         max_drafts=sizes.num_drafts,
         max_draft_context=max_draft_context,
     )
-    return Scheduler(limits, PageAllocator(sizes.num_pages, sizes.page_size))
+    allocator = SharedPages if prefix_caching else PageAllocator
+    return Scheduler(limits, allocator(sizes.num_pages, sizes.page_size))
 
 
 def _policy(

@@ -280,6 +280,7 @@ class EngineConfig:
     page_size: int = 16  # tokens per KV page
     kv_memory: int | None = None  # bytes for the KV pool; None: enough for the slots, within the memory at hand
     seed: int | None = None  # of the seeds drawn for unseeded requests
+    prefix_caching: bool = True  # KV of tokens is kept for requests that begin with the same ones
     overlap: bool = True  # the host runs one step ahead of the device
     backend: str = "auto"  # auto, torch, triton (fused kernels and CUDA graphs; auto on a GPU)
     # Triton only: a row's logits are the same bits whatever shares its step, so that texts are, in bf16 too (docs/EXACT.md).
@@ -297,6 +298,7 @@ class EngineConfig:
             raise ConfigError(f"page_size is {self.page_size!r}; it must be a whole number from 1")
         if self.seed is not None and not _is_int(self.seed):
             raise ConfigError(f"seed is {self.seed!r}; it must be a whole number, or None")
+        _check_bool("prefix_caching", self.prefix_caching)
         _check_bool("overlap", self.overlap)
         _check_bool("deterministic", self.deterministic)
         if self.deterministic and (self.backend == "torch" or (self.backend, self.device) == ("auto", "cpu")):

@@ -359,6 +359,7 @@ class Engine:
     def _abandon(self, error: BaseException) -> None:
         """End all that may have taken part in a step that failed; requests that wait in the queue did not."""
         self._previous = None
+        self.scheduler.prefixes.discard_all()
         for request in list(self.requests.values()):
             if request.slot is not None or request.is_finished:
                 request.error = f"a step failed: {error!r}"

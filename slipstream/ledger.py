@@ -76,14 +76,14 @@ class Ledger:
         self.answers = Answers(num_slots, max_model_len, max_drafts)
         self._counts = _Counts(num_slots, max_drafts)
 
-    def admit(self, slot: int, request: Request, max_model_len: int) -> None:
-        """A new tenant, of whose known tokens none is computed."""
+    def admit(self, slot: int, request: Request, max_model_len: int, num_cached: int) -> None:
+        """A new tenant, the first `num_cached` of whose known tokens are computed."""
         params = request.params
         self.tenants[slot] = request
         self.uids[slot] = request.uid
-        self.context[slot] = self.context_lower_bound[slot] = self.context_upper_bound[slot] = 0
+        self.context[slot] = self.context_lower_bound[slot] = self.context_upper_bound[slot] = num_cached
         self.full_context[slot] = min(len(request.prompt_ids) + params.max_tokens, max_model_len) - 1
-        self.unplanned[slot] = request.num_known
+        self.unplanned[slot] = request.num_known - num_cached
         self.decode_steps[slot] = 0
         self.sampling[slot] = _sampling_of(request)
         self.teaches[slot] = not request.constrained

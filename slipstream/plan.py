@@ -46,6 +46,7 @@ class Admission:
     top_k: int  # 0 = off
     top_p: float  # 1 = off
     seed: int  # 64 bits, signed
+    num_cached: int = 0  # of the tokens; their KV is in the first of the slot's pages, which are full
     num_prompt: int = 0  # of the tokens; the output begins behind them
     min_p: float = 0.0  # 0 = off
     repetition_penalty: float = 1.0  # 1 = off

@@ -67,6 +67,10 @@ class Request:
     logbook: Logbook = field(init=False, default_factory=Logbook)
     prompt_logbook: Logbook = field(init=False, default_factory=Logbook)
     stop_ids: frozenset[int] = field(init=False)  # tokens that end the answer
+    num_cached: int = field(
+        init=False, default=0
+    )  # known tokens that had not to be computed when it got its first slot
+    page_keys: list[bytes] = field(init=False, default_factory=list)  # of its first full pages, see `cache.shared`
     _output_ids: list[int] = field(init=False, default_factory=list)  # these three: when it last left its slot
     _accepted: list[bool] = field(init=False, default_factory=list)
     _last_token_s: float = field(init=False, default=0.0)
@@ -90,6 +94,17 @@ class Request:
         if self._written is None or self.slot is None:
             return before
         return before + self._written.token_ids_of(self.slot, max(count - len(self._output_ids), 0))
+
+    def known_since(self, count: int) -> Sequence[int]:
+        """Prompt and answer without the first `count` tokens."""
+        num_prompt = len(self.prompt_ids)
+        return (*self.prompt_ids[count:], *self.output_since(max(count - num_prompt, 0)))
+
+    @property
+    def wants_prompt_report(self) -> bool:
+        """Log-probabilities of its prompt are wanted, and some have not been made."""
+        wanted = self.params.prompt_logprobs is not None
+        return wanted and self.prompt_logbook.num_tokens < len(self.prompt_ids) - 1
 
     @property
     def accepted(self) -> list[bool]:

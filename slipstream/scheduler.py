@@ -22,6 +22,7 @@ from slipstream.errors import CapacityError, RequestError
 from slipstream.ledger import CONSTRAINED, EDIT, MIN_P, PENALTY, SAMPLED, TOP_K, TOP_P, InFlight, Ledger, Members
 from slipstream.metrics import SpecCounters
 from slipstream.plan import FOREVER, MAX_EDITS, Admission, Bools, Edit, Int32s, Int64s, StepPlan
+from slipstream.prefixes import PrefixCache
 from slipstream.request import FinishReason, Request
 
 MAX_BANS = MAX_EDITS - MAX_BIASES  # ids that min_tokens keeps from ending an answer
@@ -63,6 +64,7 @@ class Scheduler:
         self.running: list[Request] = []  # in order of admission
         self.ledger = Ledger(limits.max_num_seqs, limits.max_model_len, limits.max_drafts)
         self.num_preemptions = 0
+        self.prefixes = PrefixCache(pages)
         self._table = PageTable(limits.max_num_seqs, pages.pages_for(limits.max_model_len), pages.page_size)
         self.flights: deque[InFlight] = deque()  # planned and not yet committed, oldest first
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
@@ -249,34 +251,45 @@ class Scheduler:
             if budget > 0 and self.ledger.unplanned[request.slot]:
                 chunks.append(self._chunk(request, budget))
                 budget -= chunks[-1].num_given
-        while may_admit and budget > 0 and self.waiting and self._free_slots and self._fits(self.waiting[0]):
+        while may_admit and budget > 0 and self.waiting and self._free_slots:
+            cached = self.prefixes.pages_for(self.waiting[0])
+            if self.prefixes.grows(self.waiting[0], cached) or not self._fits(self.waiting[0], cached):
+                break
             request = self.waiting.popleft()
-            admissions.append(self._admit(request))
+            admissions.append(self._admit(request, cached))
             chunks.append(self._chunk(request, budget))
             budget -= chunks[-1].num_given
         return chunks, admissions
 
-    def _fits(self, request: Request) -> bool:
+    def _fits(self, request: Request, cached: list[int]) -> bool:
         """The whole prompt and the first token, so that a prefill never runs out of pages half-way."""
-        return self.pages.pages_for(request.num_known + 1) <= self.pages.num_free
+        new = self.pages.pages_for(request.num_known + 1) - len(cached)
+        return new + self.pages.num_idle(cached) <= self.pages.num_free
 
     def _chunk(self, request: Request, budget: int) -> _Chunk:
         assert request.slot is not None
         remaining = int(self.ledger.unplanned[request.slot])
-        return _Chunk(request.slot, min(remaining, budget), emits=remaining <= budget)
+        start, num_given = request.num_known - remaining, min(remaining, budget)
+        self.prefixes.plan(request, self.pages_of(request), start, start + num_given)
+        return _Chunk(request.slot, num_given, emits=remaining <= budget)
 
-    def _admit(self, request: Request) -> Admission:
+    def _admit(self, request: Request, cached: list[int]) -> Admission:
         request.slot = slot = self._free_slots.pop()
-        self.ledger.admit(slot, request, self.limits.max_model_len)
-        self.running.append(request)
         token_ids = np.array((*request.prompt_ids, *request.output_ids), np.int32)
-        pages = self.pages.take(self.pages.pages_for(len(token_ids) + 1))
+        num_cached = len(cached) * self.pages.page_size
+        self.prefixes.count(len(token_ids), num_cached)
+        if not request.output_ids:
+            request.num_cached = num_cached
+        self.ledger.admit(slot, request, self.limits.max_model_len, num_cached)
+        self.running.append(request)
+        self.pages.share(cached)
+        pages = cached + self.pages.take(self.pages.pages_for(len(token_ids) + 1) - len(cached))
         self._table.append(np.array([slot]), np.array([len(pages)], np.int32), pages)
         params = request.params
         seed = (request.seed + 2**63) % 2**64 - 2**63  # the same 64 bits, signed
         return Admission(
             slot=slot, token_ids_np=token_ids, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p,
-            seed=seed, num_prompt=len(request.prompt_ids), min_p=params.min_p,
+            seed=seed, num_cached=num_cached, num_prompt=len(request.prompt_ids), min_p=params.min_p,
             repetition_penalty=params.repetition_penalty, frequency_penalty=params.frequency_penalty,
             presence_penalty=params.presence_penalty, edits=_edits_of(request),
         )  # fmt: skip
@@ -294,7 +307,12 @@ class Scheduler:
     def _release(self, request: Request) -> int:
         slot = request.slot
         assert slot is not None
-        self.pages.give(self._table.clear(slot))
+        pages = self._table.clear(slot)
+        if request.error is None:
+            self.prefixes.keep(request, pages, int(self.ledger.context[slot]))
+        else:
+            self.prefixes.discard(pages)
+        self.pages.give(pages)
         self.ledger.release(slot)
         self._free_slots.append(slot)
         self.running.remove(request)
@@ -317,6 +335,7 @@ class Scheduler:
         if chunks:
             ledger.unplanned[members.index_np[num_decode:]] -= members.num_given_np[num_decode:]
             self._decoding_slots = None
+            self.prefixes.book()
         self.flights.append(flight)
         self._step += 1
         return plan

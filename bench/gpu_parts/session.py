@@ -114,6 +114,7 @@ class Session:
                 speculative=self._config(mode, drafts),
                 max_num_seqs=slots,
                 max_model_len=self.pair.max_model_len,
+                prefix_caching=False,
             )
         llm.generate(self.pair.prompts(models, slots), tokens(WARM_UP_TOKENS))
         return llm

@@ -6,6 +6,8 @@ page 1 the scratch page (rejected and padding rows are written there, nobody rea
 `PageAllocator` knows which pages are free, `PageTable` which slot has the others, and what the device lacks of that.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from slipstream.plan import Int32s, Int64s
@@ -18,7 +20,9 @@ _NO_WRITES = np.zeros((0, 3), np.int32)
 
 
 class PageAllocator:
-    """A free list. Every page is either free or owned by exactly one request."""
+    """A free list. Every page is either free or owned by exactly one request; `shared.SharedPages` lets them share."""
+
+    shares = False
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         assert num_pages > NUM_RESERVED_PAGES, num_pages
@@ -57,6 +61,27 @@ class PageAllocator:
     def give(self, pages: list[int]) -> None:
         self._free.extend(reversed(pages))
         assert self.num_free <= self.num_pages - NUM_RESERVED_PAGES, "a page was given back twice"
+
+    # What an allocator that shares does; here nothing is ever found.
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        return []
+
+    def num_idle(self, pages: Sequence[int]) -> int:
+        """How many of them are counted as free."""
+        return 0
+
+    def share(self, pages: Sequence[int]) -> None:
+        assert not pages, pages
+
+    def publish(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:
+        pass
+
+    def withdraw(self, pages: Sequence[int]) -> None:
+        pass
+
+    def withdraw_all(self) -> None:
+        pass
 
 
 class PageTable:

@@ -17,7 +17,7 @@ from slipstream.cache.pages import NULL_PAGE
 from slipstream.cache.pool import KVPool
 from slipstream.device.staging import Uploader
 from slipstream.ops.shape_logits import Shaping
-from slipstream.plan import MAX_EDITS, Admission, StepPlan
+from slipstream.plan import MAX_EDITS, Admission, Int32s, StepPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +76,7 @@ def load(state: SlotState, plan: StepPlan, uploader: Uploader, pools: tuple[KVPo
         "emits": plan.emits_np,
         "teaches": plan.teaches_np,
         "page_writes": plan.page_writes_np.astype(np.int64).reshape(-1, 3),
+        "new_pages": _new_pages(plan, pools).astype(np.int64),
     }
     # One copy for all: with one per admission, the uploader would run out of free buffers and wait for the device.
     prompts = {f"prompt_{a.slot}": a.token_ids_np.astype(np.int32) for a in plan.admissions}
@@ -89,14 +90,24 @@ def load(state: SlotState, plan: StepPlan, uploader: Uploader, pools: tuple[KVPo
         slot, index, page = moved["page_writes"].unbind(1)
         state.page_table.index_put_((slot, index), page)
         for pool in pools:
-            pool.clear(page)
+            pool.clear(moved["new_pages"])
     return PlanOnDevice(moved["slots"], moved["num_given"], moved["emits"], moved["teaches"])
+
+
+def _new_pages(plan: StepPlan, pools: tuple[KVPool, ...]) -> Int32s:
+    """[n] those of the plan's page writes that bring no KV with them."""
+    slots, index, pages = plan.page_writes_np.reshape(-1, 3).T
+    is_new = np.ones(len(pages), np.bool_)
+    for admission in plan.admissions:
+        if admission.num_cached:
+            is_new &= (slots != admission.slot) | (index >= admission.num_cached // pools[0].page_size)
+    return pages[is_new]
 
 
 def _admit(state: SlotState, admission: Admission, token_ids: Tensor) -> None:
     slot = admission.slot
     state.token_ids[slot, : len(token_ids)].copy_(token_ids)
-    state.context[slot].zero_()
+    state.context[slot].fill_(admission.num_cached)
     state.page_table[slot].fill_(NULL_PAGE)
     state.temperature[slot].fill_(admission.temperature)
     state.top_k[slot].fill_(admission.top_k)

@@ -139,6 +139,7 @@ class TritonBackend:
             "slots": np.array([a.slot for a in new], np.int64),
             "cu_tokens": starts.astype(np.int64),
             "tokens": np.concatenate([a.token_ids_np for a in new]).astype(np.int32),
+            "context": np.array([a.num_cached for a in new], np.int64),
             "temperature": np.array([a.temperature for a in new], np.float32),
             "top_k": np.array([a.top_k for a in new], np.int64),
             "top_p": np.array([a.top_p for a in new], np.float32),

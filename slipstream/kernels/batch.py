@@ -34,6 +34,7 @@ class Admissions:
     slots: Tensor  # [A] int64; below 0: padding, nobody is admitted
     cu_tokens: Tensor  # [A + 1] int64
     tokens: Tensor  # [cu_tokens[A] or more] int32
+    context: Tensor  # [A] int64: tokens whose KV is in the cache
     temperature: Tensor  # [A] float32
     top_k: Tensor  # [A] int64
     top_p: Tensor  # [A] float32
@@ -53,7 +54,7 @@ def admit(
     new: Admissions, *, token_ids: Tensor, context: Tensor, page_table: Tensor, temperature: Tensor, top_k: Tensor,
     top_p: Tensor, min_p: Tensor, seed: Tensor, shaping: Shaping,
 ) -> None:  # fmt: skip
-    """Give slots to new owners: tokens from the start of the row on, context 0, an empty page table, parameters.
+    """Give slots to new owners: tokens from the start of the row on, context, an empty page table, parameters.
 
     The keywords are the fields of the slot state: token_ids [N + 1, L + 1] int32, context [N + 1] int64, page_table
     [N + 1, P] int64, then [N + 1] each, and what requests ask of logits. No slot may come twice. What stood behind the tokens stays there.
@@ -63,7 +64,7 @@ def admit(
         return
     num_chunks = min(triton.cdiv(token_ids.shape[1], 8 * _BLOCK), 32)
     _admit[(num_admissions, num_chunks)](
-        new.slots, new.cu_tokens, new.tokens, new.temperature, new.top_k, new.top_p, new.min_p, new.seed,
+        new.slots, new.cu_tokens, new.tokens, new.context, new.temperature, new.top_k, new.top_p, new.min_p, new.seed,
         new.repetition, new.frequency, new.presence, new.num_prompt,
         new.cu_edits, new.edit_ids, new.edit_values, new.edit_until,
         token_ids, context, page_table, temperature, top_k, top_p, min_p, seed,
@@ -76,7 +77,7 @@ def admit(
 
 @triton.jit
 def _admit(
-    new_slots, cu_tokens, new_tokens, new_temperature, new_top_k, new_top_p, new_min_p, new_seed,
+    new_slots, cu_tokens, new_tokens, new_context, new_temperature, new_top_k, new_top_p, new_min_p, new_seed,
     new_repetition, new_frequency, new_presence, new_num_prompt, cu_edits, new_edit_ids, new_edit_values, new_edit_until,
     token_ids, context, page_table, temperature, top_k, top_p, min_p, seed,
     repetition, frequency, presence, num_prompt, num_edits, edit_ids, edit_values, edit_until,
@@ -96,7 +97,7 @@ def _admit(
             column = first + tl.arange(0, BLOCK)
             tl.store(page_table + slot * page_stride + column, NULL_PAGE, mask=column < num_pages)
         if chunk == 0:
-            tl.store(context + slot, 0)
+            tl.store(context + slot, tl.load(new_context + new))
             tl.store(temperature + slot, tl.load(new_temperature + new))
             tl.store(top_k + slot, tl.load(new_top_k + new))
             tl.store(top_p + slot, tl.load(new_top_p + new))

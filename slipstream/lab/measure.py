@@ -30,9 +30,12 @@ def load(model: str, draft: str | None, engine: Mapping[str, Any], speculative: 
 
 
 def sizes(models: Models, prompts: Sequence[Prompt], max_tokens: int, engine: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of EngineConfig: what was asked for, and room for the longest request unless that was asked for too."""
+    """Fields of EngineConfig: what was asked for, and room for the longest request unless that was asked for too.
+
+    Unless it is asked for, prefixes are not cached: a prompt costs the same in every wave.
+    """
     asked = {name: value for name, value in engine.items() if name not in WEIGHT_FIELDS}
-    return {"max_model_len": positions_needed(models, prompts, max_tokens), **asked}
+    return {"max_model_len": positions_needed(models, prompts, max_tokens), "prefix_caching": False, **asked}
 
 
 def positions_needed(models: Models, prompts: Sequence[Prompt], max_tokens: int) -> int:

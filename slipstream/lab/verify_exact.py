@@ -92,7 +92,8 @@ def start(
 ) -> LLM:  # fmt: skip
     """An engine for one mode and rule. The last three are for who puts a part of his own to the test."""
     longest = max(options.sampling.max_tokens, max(options.positions) + LAW_TAIL)
-    room = sizes(models, prompts_of(models, options), longest, options.engine)
+    served = {"prefix_caching": True, **options.engine}  # as everywhere but in measurements
+    room = sizes(models, prompts_of(models, options), longest, served)
     given = {**room, "max_num_seqs": options.concurrency, "drafter": drafter, "adapt": adapt}
     if mode == "off" and rule == "coupled":  # the plain decoder, as anybody has it
         return LLM(models, **{**given, "drafter": None})

@@ -6,6 +6,7 @@ tests/lossless/test_harness.py.
 
 import dataclasses
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -162,7 +163,12 @@ def test_fault_14_pages_of_a_former_owner_are_not_even_masked(overlap):
     long, gone, short, bad = ([token, *[5, 9, 3, 7] * 15] for token in (3, 4, 6, 8))
     bad[1], short = POISON, short[:4]
     plain = plain_answers([long, short], params, models)
-    llm = make_llm("off", models=models, overlap=overlap, max_num_seqs=3, max_num_batched_tokens=12)
+    options = {
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 12,
+        "prefix_caching": False,
+    }  # its pages change hands at once
+    llm = make_llm("off", models=models, overlap=overlap, **options)
     engine, requests = llm.engine, [llm._request(prompt, params) for prompt in (long, gone, short, bad)]
     beside, former, heir, poisonous = requests
     engine.add(beside)
@@ -427,6 +433,28 @@ def test_fault_19_every_write_lands_in_a_page_of_its_own(mode, overlap):
     assert_nothing_left(llm.engine)
 
 
+@LOOPS
+@MODES
+def test_fault_19_who_shares_a_prefix_writes_behind_it(mode, overlap):
+    """Eight requests over one cached prefix of two pages, each drafting right after its prompt."""
+    prefix, params = prompts_of(17)[0], greedy(14)
+    prompts = [[*prefix, 3 + i] for i in range(8)]
+    options = {"models": models_with("dspark"), "num_drafts": 7, "overlap": overlap, "max_num_batched_tokens": 64}
+    llm = make_llm(mode, learns=True, **options)
+    spy = Spy(llm)
+    assert ids(llm.generate([prefix], params)) == plain_answers([prefix], params)
+    assert ids(llm.generate(prompts, params)) == plain_answers(prompts, params)
+    assert llm.engine.scheduler.prefixes.num_hits == 8 * 16
+    together = [step for step in spy.steps if len(step.owned) == 8]
+    assert together
+    for step in together:
+        check_batch(step)
+        owners = Counter(page for pages in step.owned.values() for page in pages)
+        assert sorted(owners.values())[-2:] == [8, 8]  # the prefix
+        assert all(owners[page] == 1 for page in (step.batch.kv_slots // 8).tolist())
+    assert_nothing_left(llm.engine)
+
+
 # ---------------------------------------------------------------------------------------- 20, 22: the draft's context
 
 
@@ -468,7 +496,7 @@ def test_fault_20_what_was_recomputed_is_as_it_was(algorithm):
     prompt, params = prompts_of(9)[0], greedy(30)
 
     def run(preempts):
-        llm = make_llm("static", models=models_with(algorithm))
+        llm = make_llm("static", models=models_with(algorithm), prefix_caching=False)
         found = draft_contexts(llm)
         request = llm._request(prompt, params)
         llm.engine.add(request)
@@ -491,6 +519,36 @@ def test_fault_20_what_was_recomputed_is_as_it_was(algorithm):
     for context in both:
         assert resumed[context][0] == cold[context][0]
         torch.testing.assert_close(resumed[context][1], cold[context][1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", ["dspark", "dflash"])
+def test_fault_20_what_was_found_is_as_it_was_computed(algorithm):
+    """The cache is warm with X; X + Y and X + Z come together and draft what they would have drafted alone."""
+    prefix, params = prompts_of(33)[0], greedy(20)
+    prompts = [[*prefix, 5, 6, 7], [*prefix, 9]]
+
+    def run(llm, *together):
+        spy, before = Spy(llm), len(llm.engine.requests)
+        requests = [llm._request(prompt, params) for prompt in together]
+        for request in requests:
+            llm.engine.add(request)
+        while llm.engine.has_work:
+            llm.engine.step()
+        llm.engine.drain()
+        assert before == len(llm.engine.requests)
+        return [(request.output_ids, spy.drafts_by_context(request.uid)) for request in requests]
+
+    warm = make_llm("static", models=models_with(algorithm))
+    run(warm, prefix)
+    found = run(warm, *prompts)
+    assert warm.engine.scheduler.prefixes.num_hits == 2 * 32
+    for prompt, (tokens, drafts) in zip(prompts, found, strict=True):
+        ((cold_tokens, cold),) = run(make_llm("static", models=models_with(algorithm)), prompt)
+        assert tokens == cold_tokens and len(cold) > 5 and drafts.keys() == cold.keys()
+        for context, (block, signal) in cold.items():
+            assert drafts[context][0] == block
+            assert drafts[context][1] == pytest.approx(signal, abs=1e-4)
+    assert_nothing_left(warm.engine)
 
 
 # --------------------------------------------------------------------------------------------------- 28, 33: counters

@@ -228,7 +228,7 @@ def test_admit_writes_the_new_owner_and_nothing_else(device: str) -> None:
     tokens = torch.arange(int(starts[-1]), dtype=torch.int32) + 2000
     new = {
         "slots": torch.tensor(slots), "cu_tokens": starts, "tokens": tokens,
-        "temperature": torch.tensor([0.0, 9.0, 0.7, 1.5]), "top_k": torch.tensor([0, 9, 5, 40]),
+        "context": torch.tensor([0, 9, 64, 48]), "temperature": torch.tensor([0.0, 9.0, 0.7, 1.5]), "top_k": torch.tensor([0, 9, 5, 40]),
         "top_p": torch.tensor([1.0, 0.9, 0.95, 0.5]), "min_p": torch.tensor([0.0, 0.9, 0.05, 1.0]),
         "seed": torch.tensor([1, 9, -(2**63), 2**63 - 1]), "repetition": torch.tensor([1.0, 9.0, 1.3, 0.5]),
         "frequency": torch.tensor([0.0, 9.0, -2.0, 1.5]), "presence": torch.tensor([0.25, 9.0, 0.0, -1.0]),
@@ -243,7 +243,7 @@ def test_admit_writes_the_new_owner_and_nothing_else(device: str) -> None:
         if slot < 0:
             continue
         before["token_ids"][slot, : lengths[i]] = tokens[starts[i] : starts[i + 1]].to(device)
-        before["context"][slot] = 0
+        before["context"][slot] = new["context"][i]
         before["page_table"][slot] = NULL_PAGE
         for name in (
             "temperature", "top_k", "top_p", "min_p", "seed", "repetition", "frequency", "presence", "num_prompt"

@@ -161,3 +161,17 @@ def test_logprobs_are_those_of_a_dense_forward(device: str, mode: str, acceptanc
 @pytest.mark.parametrize("mode", ["static", "lag-budget"])
 def test_logprobs_come_before_penalties_and_edits(device: str, mode: str) -> None:
     entries_are_those_of_a_dense_forward(device, mode, "coupled", asking(params_for(1.0, **WISH)))  # type: ignore[arg-type]
+
+
+@SLOW
+def test_prefixes_are_found_in_the_cache(device: str) -> None:
+    """Two requests over two pages that one before them has computed."""
+    first, params = [*range(3, 20)], SamplingParams(max_tokens=6, ignore_eos=True)
+    prompts = [[*first, 4 + i] for i in range(2)]
+    plain = LLM(tiny_models(spec=SPEC), max_model_len=64, page_size=8).generate([first, *prompts], params)
+    speculative = SpeculativeConfig.for_mode("static", draft_model="tiny", num_speculative_tokens=3)
+    sizes = {"max_model_len": 64, "page_size": 8, "max_num_batched_tokens": 24, "max_num_seqs": 2}
+    llm = LLM(on(device, tiny_models("dspark", spec=SPEC)), speculative=speculative, backend="triton", **sizes)
+    answers = [*llm.generate([first], params), *llm.generate(prompts, params)]
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
+    assert llm.engine.scheduler.prefixes.num_hits == 2 * 16

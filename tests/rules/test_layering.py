@@ -32,6 +32,7 @@ RANKS: dict[str, float] = {
     "slipstream.models": 2,
     "slipstream.models.export": 2.1,  # a calibration goes along
     "slipstream.cache.pages": 0.2,  # kernels know the null page and the scratch page
+    "slipstream.cache.shared": 0.2,
     "slipstream.cache": 2,
     "slipstream.decide": 2,
     "slipstream.device": 3,
@@ -40,6 +41,7 @@ RANKS: dict[str, float] = {
     "slipstream.request": 5,
     "slipstream.answers": 5.04,
     "slipstream.ledger": 5.05,
+    "slipstream.prefixes": 5.05,
     "slipstream.scheduler": 5.1,
     "slipstream.commit": 5.2,
     "slipstream.stream": 5.3,
@@ -86,6 +88,7 @@ TORCH_FREE = (
     "slipstream.request",
     "slipstream.answers",
     "slipstream.ledger",
+    "slipstream.prefixes",
     "slipstream.scheduler",
     "slipstream.commit",
     "slipstream.stream",
@@ -98,6 +101,7 @@ TORCH_FREE = (
     "slipstream.models.dialect_configs",
     "slipstream.models.inspect",
     "slipstream.cache.pages",
+    "slipstream.cache.shared",
     "slipstream.decide",
     "slipstream.lab.calibrate_options",
     "slipstream.lab.bench_options",

@@ -1,15 +1,17 @@
 """A scheduler with a device that exists on paper only: it moves contexts and page tables as the real one does.
 
 `PaperDevice.launch` takes a plan as the engine's `load` would, `collect` makes up what the step brought and commits it.
-Every launch checks that each row's KV lands in a page that its request owns.
+Every launch checks that each row's KV lands in a page that its request alone owns, and that KV which was not to be
+computed is there: what stands for KV is all that it depends on, the tokens up to its own.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from slipstream.cache.pages import NUM_RESERVED_PAGES, PageAllocator
+from slipstream.cache.shared import SharedPages
 from slipstream.commit import Delta, commit
 from slipstream.config import SamplingParams
 from slipstream.plan import StepPlan, StepResult
@@ -32,14 +34,15 @@ def rejected(row: int, cap: int) -> tuple[int, int]:
 
 
 def make_scheduler(
-    *, pages: int = 100, slots: int = 4, tokens: int = 64, max_len: int = 64, drafts: int = 3, draft_context: int = 9999
-) -> Scheduler:
+    *, pages: int = 100, slots: int = 4, tokens: int = 64, max_len: int = 64, drafts: int = 3, draft_context: int = 9999,
+    shares: bool = False,
+) -> Scheduler:  # fmt: skip
     """`pages` can be owned; the reserved ones come on top."""
     limits = SchedulerLimits(
         max_num_seqs=slots, max_num_batched_tokens=tokens, max_model_len=max_len, max_drafts=drafts,
         max_draft_context=draft_context,
     )  # fmt: skip
-    return Scheduler(limits, PageAllocator(pages + NUM_RESERVED_PAGES, PAGE_SIZE))
+    return Scheduler(limits, (SharedPages if shares else PageAllocator)(pages + NUM_RESERVED_PAGES, PAGE_SIZE))
 
 
 def make_request(uid: int, prompt: int = 5, max_tokens: int = 50, **params: object) -> Request:
@@ -50,12 +53,8 @@ def make_request(uid: int, prompt: int = 5, max_tokens: int = 50, **params: obje
 
 
 def check_invariants(scheduler: Scheduler) -> None:
-    """Every page is free or owned once, and so is every slot; requests that hold nothing wait or have ended."""
-    pages = scheduler.pages
-    owned = [page for request in scheduler.running for page in scheduler.pages_of(request)]
-    everything = list(range(NUM_RESERVED_PAGES, pages.num_pages))
-    assert sorted(owned + pages._free) == everything
-    assert pages.num_free + pages.num_used == len(everything)
+    """Every page is free or has the owners it counts, every slot one; requests that hold nothing wait or have ended."""
+    check_pages(scheduler)
     slots = [request.slot for request in scheduler.running]
     assert sorted(slots + scheduler._free_slots) == list(range(scheduler.limits.max_num_seqs))
     assert all(request.slot is None for request in scheduler.waiting)
@@ -65,7 +64,21 @@ def check_invariants(scheduler: Scheduler) -> None:
     for request in scheduler.running:
         context, bound, _ = numbers(scheduler, request)
         assert context <= bound
-        assert pages.pages_for(bound) <= len(scheduler.pages_of(request))
+        assert scheduler.pages.pages_for(bound) <= len(scheduler.pages_of(request))
+
+
+def check_pages(scheduler: Scheduler) -> None:
+    pages = scheduler.pages
+    owned = Counter(page for request in scheduler.running for page in scheduler.pages_of(request))
+    free, everything = list(pages._free), list(range(NUM_RESERVED_PAGES, pages.num_pages))
+    if isinstance(pages, SharedPages):
+        free += pages._idle
+        assert {page: owned[page] for page in pages._num_owners} == pages._num_owners
+        assert pages._key_of.keys() == {*pages._idle, *(page for page in pages._num_owners if page in pages._key_of)}
+        assert {key: page for page, key in pages._key_of.items()} == pages._page_of
+        owned.subtract({page: count - 1 for page, count in pages._num_owners.items()})
+    assert sorted([*owned.elements(), *free]) == everything
+    assert pages.num_free + pages.num_used == len(everything)
 
 
 def numbers(scheduler: Scheduler, request: Request) -> tuple[int, int, int]:
@@ -92,6 +105,9 @@ class PaperDevice:
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.context: dict[int, int] = {}  # by slot
         self.table: dict[tuple[int, int], int] = {}  # (slot, index) -> page
+        self.tokens: dict[int, list[int]] = {}  # by slot
+        self.kv: dict[tuple[int, int], object] = {}  # (page, offset) -> the tokens that it depends on
+        self.num_rows = 0  # that were computed
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -111,11 +127,14 @@ class PaperDevice:
 
     def load(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
-            self.context[admission.slot] = 0
+            self.context[admission.slot] = admission.num_cached
+            self.tokens[admission.slot] = admission.token_ids_np.tolist()
             self.table = {key: page for key, page in self.table.items() if key[0] != admission.slot}
         places = [(slot, index) for slot, index, _ in plan.page_writes_np.tolist()]
         assert len(places) == len(set(places)), "the order of two writes to one place is undefined on a device"
         self.table |= {(slot, index): page for slot, index, page in plan.page_writes_np.tolist()}
+        for admission in plan.admissions:
+            self._check_kv(admission.slot, admission.num_cached)
 
     def run(self, plan: StepPlan, outcome: Outcome, token: Callable[[int], int]) -> StepResult:
         widths, accepted = np.zeros((2, plan.num_sequences), np.int32)
@@ -128,8 +147,13 @@ class PaperDevice:
             assert accepted[row] <= widths[row] <= cap
             self._check_write_window(uid, slot, context, context + given + int(widths[row]))
             first = context + given
-            token_ids[row, : accepted[row] + 1] = [token(first + j) for j in range(accepted[row] + 1)]
+            emitted = [token(first + j) for j in range(accepted[row] + 1)]
+            token_ids[row, : accepted[row] + 1] = emitted
+            if plan.emits_np[row]:
+                self.tokens[slot][first:] = emitted
             self.context[slot] = first + int(accepted[row])
+            self._write_kv(slot, context, self.context[slot], context + given + int(widths[row]))
+            self.num_rows += given + int(widths[row])
         return StepResult(
             step=plan.step, widths_np=widths, num_accepted_np=accepted, token_ids_np=token_ids,
             invalid_np=np.zeros(plan.num_sequences, np.bool_),
@@ -141,7 +165,21 @@ class PaperDevice:
             return  # it ended while the step lay in flight
         owned = self.scheduler.pages_of(request)
         for position in range(start, end):
-            assert self.table[slot, position // PAGE_SIZE] in owned, (uid, position)
+            page = self.table[slot, position // PAGE_SIZE]
+            assert page in owned, (uid, position)
+            sharers = [other.uid for other in self.scheduler.running if page in self.scheduler.pages_of(other)]
+            assert sharers == [uid], (page, sharers)
+
+    def _write_kv(self, slot: int, start: int, context: int, end: int) -> None:
+        for position in range(start, end):
+            page = self.table[slot, position // PAGE_SIZE]
+            right = tuple(self.tokens[slot][: position + 1]) if position < context else "a rejected draft"
+            self.kv[page, position % PAGE_SIZE] = right
+
+    def _check_kv(self, slot: int, num_tokens: int) -> None:
+        for position in range(num_tokens):
+            page = self.table[slot, position // PAGE_SIZE]
+            assert self.kv[page, position % PAGE_SIZE] == tuple(self.tokens[slot][: position + 1]), (slot, position)
 
     def collect(self, invalid: Sequence[int] = ()) -> list[Delta]:
         """Commit the oldest step in flight; `invalid` are rows whose logits were not finite."""

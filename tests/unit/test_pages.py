@@ -93,9 +93,12 @@ def test_the_device_learns_the_page_table_whatever_happens_between_two_plans(eve
 class Serving(RuleBasedStateMachine):
     """Requests come and go, steps are launched up to two ahead, results say anything that the device could say."""
 
+    shares = False
+
     def __init__(self):
         super().__init__()
-        self.paper = PaperDevice(make_scheduler(pages=12, slots=3, tokens=6, max_len=30, drafts=3, draft_context=26))
+        limits = {"pages": 12, "slots": 3, "tokens": 6, "max_len": 30, "drafts": 3, "draft_context": 26}
+        self.paper = PaperDevice(make_scheduler(**limits, shares=self.shares))
         self.next_uid = 0
         self.seen = []
 
@@ -164,3 +167,13 @@ class Serving(RuleBasedStateMachine):
 
 Serving.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
 TestServing = Serving.TestCase
+
+
+class SharingServing(Serving):
+    """The same with pages that are found again: prompts are alike, answers mostly."""
+
+    shares = True
+
+
+SharingServing.TestCase.settings = Serving.TestCase.settings
+TestSharingServing = SharingServing.TestCase
