@@ -8,6 +8,7 @@ Policy; the engine knows from when its confidence must be (nothing, the last ste
 """
 
 import dataclasses
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -24,6 +25,7 @@ from slipstream.decide.policy import Policy
 from slipstream.device.backend import Backend
 from slipstream.device.batch import Batch
 from slipstream.device.events import EventPool, Kind, Mark, NullRecorder, Recorder, Stopwatch
+from slipstream.device.memory import is_out_of_memory, release_cached
 from slipstream.device.shapes import DraftShape, VerifyShape
 from slipstream.device.staging import Export, Exporter, compute_stream
 from slipstream.device.state import PlanOnDevice, SlotState
@@ -38,6 +40,8 @@ from slipstream.scheduler import Scheduler
 from slipstream.verify.accept import Rule, StepRule, Verdict
 from slipstream.verify.report import report
 from slipstream.verify.target import TargetForward
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,6 +103,7 @@ class Engine:
         self.num_decode_steps = 0  # launched steps in which somebody decoded
         self.rule = rule
         self.vocab_size = vocab_size
+        self._device = device
         self._exporter = Exporter(device)
         self._constrainer = Constrainer(vocab_size, device)
         self._stopwatch = Stopwatch(device.type == "cuda", EventPool(stream=compute_stream(device)))
@@ -111,11 +116,13 @@ class Engine:
         """One turn of the loop: launches a step if one can be planned, returns what requests gained.
 
         An exception of a part (a drafter, a policy, an interrupt) leaves a step half-way. It ends every running request
-        with an error and is raised; the engine can go on with others.
+        with an error and is raised; the engine can go on with others. Where memory ran out, smaller steps are tried first.
         """
         try:
             return self._step_overlapped() if self.overlap else self._step_plain()
         except BaseException as error:
+            if is_out_of_memory(error) and self._retreat(error):
+                return []
             self._abandon(error)
             raise
 
@@ -355,6 +362,18 @@ class Engine:
             previous, self._previous = self._previous, None
             if self.overlap:
                 self.collect(previous)
+
+    def _retreat(self, error: BaseException) -> bool:
+        """Everybody goes back to the queue, to be computed again in smaller steps. False: there are none."""
+        if not self.scheduler.shrink():
+            return False
+        log.warning(
+            "no memory for a step, the next ones are smaller; lower max_num_batched_tokens or max_num_seqs: %s", error
+        )
+        self._previous = None
+        self.scheduler.prefixes.discard_all()
+        release_cached(self._device)
+        return True
 
     def _abandon(self, error: BaseException) -> None:
         """End all that may have taken part in a step that failed; requests that wait in the queue did not."""

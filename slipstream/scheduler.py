@@ -65,6 +65,7 @@ class Scheduler:
         self.ledger = Ledger(limits.max_num_seqs, limits.max_model_len, limits.max_drafts)
         self.num_preemptions = 0
         self.prefixes = PrefixCache(pages)
+        self._most_given, self._most_running = limits.max_num_batched_tokens, limits.max_num_seqs  # see `shrink`
         self._table = PageTable(limits.max_num_seqs, pages.pages_for(limits.max_model_len), pages.page_size)
         self.flights: deque[InFlight] = deque()  # planned and not yet committed, oldest first
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
@@ -102,6 +103,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self.check(request)
+        if not self.has_work:
+            self._most_given, self._most_running = self.limits.max_num_batched_tokens, self.limits.max_num_seqs
         self.waiting.append(request)
 
     def check(self, request: Request) -> None:
@@ -130,7 +133,7 @@ class Scheduler:
             return NoPlan.DRAIN
         decode_slots, caps = reserved
         may_admit = self.num_preemptions == num_preempted
-        chunks, admissions = self._prefill_rows(self.limits.max_num_batched_tokens - len(decode_slots), may_admit)
+        chunks, admissions = self._prefill_rows(self._most_given - len(decode_slots), may_admit)
         if not len(decode_slots) and not chunks:
             return NoPlan.IDLE
         return self._book(decode_slots, caps, chunks, admissions)
@@ -142,6 +145,25 @@ class Scheduler:
             assert flight.step < step, (flight.step, step)
             flight = self.flights.popleft()
         return flight
+
+    def shrink(self) -> bool:
+        """The last step was too large for the memory: plan smaller ones until there is no work, with all that ran queued again.
+
+        Fewer rows of prompts where it had any, else fewer requests. False, and nothing changed: it had but one.
+        """
+        if not self.flights:
+            return False
+        members = self.flights[-1].members
+        num_given, num_chunks = int(members.num_given_np.sum()), int(np.count_nonzero(members.num_given_np > 1))
+        if num_given == 1:
+            return False
+        if num_chunks:
+            self._most_given = num_given // 2
+        else:
+            self._most_running = max(1, len(self.running) // 2)
+        while self.running:
+            self._preempt(self.running[-1])
+        return True
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Take a request out, wherever it is. What of it lies in flight is dropped later, by its generation."""
@@ -251,7 +273,7 @@ class Scheduler:
             if budget > 0 and self.ledger.unplanned[request.slot]:
                 chunks.append(self._chunk(request, budget))
                 budget -= chunks[-1].num_given
-        while may_admit and budget > 0 and self.waiting and self._free_slots:
+        while may_admit and budget > 0 and self.waiting and len(self.running) < self._most_running:
             cached = self.prefixes.pages_for(self.waiting[0])
             if self.prefixes.grows(self.waiting[0], cached) or not self._fits(self.waiting[0], cached):
                 break
