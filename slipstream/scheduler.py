@@ -284,9 +284,12 @@ class Scheduler:
         return chunks, admissions
 
     def _fits(self, request: Request, cached: list[int]) -> bool:
-        """The whole prompt and the first token, so that a prefill never runs out of pages half-way."""
+        """The whole prompt and the first token, so that a prefill never runs out of pages half-way.
+
+        A page is left to everybody who runs: who gets the last ones is soon thrown out again, by those that grow.
+        """
         new = self.pages.pages_for(request.num_known + 1) - len(cached)
-        return new + self.pages.num_idle(cached) <= self.pages.num_free
+        return new + self.pages.num_idle(cached) + len(self.running) <= self.pages.num_free
 
     def _chunk(self, request: Request, budget: int) -> _Chunk:
         assert request.slot is not None

@@ -359,7 +359,7 @@ def test_without_a_free_page_drafts_stop_and_decoding_goes_on():
 def test_the_newest_is_preempted_and_keeps_its_tokens():
     first, second = make_request(0, prompt=4, max_tokens=20), make_request(1, prompt=4, max_tokens=20)
     third = make_request(2, prompt=4, max_tokens=1)
-    paper = decoding(first, second, pages=6, slots=2, drafts=0)
+    paper = decoding(first, second, pages=7, slots=2, drafts=0)
     paper.add(third)
     while not paper.scheduler.num_preemptions:
         plan = paper.launch()
@@ -382,6 +382,19 @@ def test_the_newest_is_preempted_and_keeps_its_tokens():
         paper.step()
     assert len(second.output_ids) == 20
     assert paper.scheduler.pages.num_used == 0
+
+
+def test_who_is_admitted_leaves_a_page_to_everybody_who_runs():
+    """Six tokens want two pages, of three that are free; the one that runs would soon throw the newcomer out again."""
+    first, second = make_request(0, prompt=6, max_tokens=8), make_request(1, prompt=6, max_tokens=1)
+    paper = decoding(first, pages=4, slots=2, drafts=0)
+    paper.add(second)
+    assert paper.scheduler.pages.num_free == 2
+    assert paper.launch().uids_np.tolist() == [0]
+    paper.collect()
+    paper = decoding(first := make_request(0, prompt=6, max_tokens=8), pages=5, slots=2, drafts=0)
+    paper.add(make_request(1, prompt=6, max_tokens=1))
+    assert paper.launch().uids_np.tolist() == [0, 1]
 
 
 def test_preemption_waits_for_what_is_in_flight():
