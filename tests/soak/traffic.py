@@ -40,10 +40,10 @@ class Traffic:
         prefix: list[int] = []
         if rng.random() < 0.5:
             shared = random.Random(rng.randrange(4))
-            prefix = [shared.randrange(3, self.vocab_size) for _ in range(shared.randrange(8, self.longest // 2))]
+            prefix = [shared.randrange(3, self.vocab_size) for _ in range(shared.randrange(8, self.longest // 3))]
         own = [rng.randrange(3, self.vocab_size) for _ in range(rng.randrange(1, self.longest // 4))]
         fields: dict[str, Any] = {
-            "max_tokens": rng.randrange(1, self.longest // 4), "seed": rng.randrange(2**64),
+            "max_tokens": rng.randrange(1, 2 * self.longest // 5), "seed": rng.randrange(2**64),
             "temperature": rng.choice([0.0, 0.0, 0.7, 1.0]),
         }  # fmt: skip
         for name, draw in self._more(rng).items():
