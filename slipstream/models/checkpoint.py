@@ -26,9 +26,11 @@ from slipstream.models.dialects import (
     refuse_other_networks,
     section,
 )
-from slipstream.models.headers import TensorHeader, read_headers, read_json
+from slipstream.models.folder import member, read_json
+from slipstream.models.headers import TensorHeader, read_headers
 from slipstream.models.layout import Layout, decide_layout
-from slipstream.models.spec import FULL, MAX_COUNT, MAX_LAYERS, SLIDING, DecoderSpec, RopeSpec
+from slipstream.models.rope import RopeSpec
+from slipstream.models.spec import FULL, MAX_COUNT, MAX_LAYERS, SLIDING, DecoderSpec
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 
@@ -179,7 +181,7 @@ def read_checkpoint(folder: Path, layout: str | None = None) -> tuple[DrafterSpe
     """A drafter folder's spec and its tensors by canonical name, checked; `layout` overrides what the file says."""
     if not folder.is_dir():
         raise CheckpointError(f"drafter folder {folder} does not exist")
-    config = read_json(folder / "config.json")
+    config = read_json(member(folder, "config.json"))
     refuse_other_networks(config)
     refuse_foreign_files(folder)
     headers = read_headers(folder)

@@ -31,7 +31,7 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.dialect_configs import config_from_spec
 from slipstream.models.headers import TensorHeader
 from slipstream.models.layers import PackedLinear, RMSNorm, Rotary
-from slipstream.models.weights import destinations
+from slipstream.models.weights import copy, destinations
 from slipstream.models.write import write_folder
 from slipstream.ops.linear import linear
 from slipstream.ops.rope import apply_rope
@@ -330,7 +330,7 @@ def load_drafter(
         ids = None if spec.draft_vocab_size is None else draft_token_ids(read("d2t"), spec.vocab_size)
         drafter = BlockDrafter(_without_copies(spec, read, ids, target), dtype, device)
         for name, place in destinations(drafter).items():
-            place.copy_(read(name))
+            copy(place, read(name), headers[name].name, str(folder))
     if ids is not None:
         drafter.set_draft_vocabulary(ids.to(device))
     drafter.share(target)

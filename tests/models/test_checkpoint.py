@@ -28,7 +28,10 @@ from slipstream.models.dialect_configs import config_from_spec
 from slipstream.models.headers import TensorHeader, read_headers
 from slipstream.models.inspect import describe
 from slipstream.models.layout import decide_layout
-from slipstream.models.spec import FULL, SLIDING, DecoderSpec, RopeSpec
+from slipstream.models.rope import RopeSpec
+from slipstream.models.shapes import num_values
+from slipstream.models.spec import FULL, SLIDING, DecoderSpec
+from slipstream.models.tensors import target_tensors
 
 QWEN3_8B = {
     "model_type": "qwen3", "num_hidden_layers": 5, "num_target_layers": 36, "hidden_size": 4096,
@@ -530,9 +533,13 @@ def test_describe_a_target_folder(tmp_path: Path) -> None:
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    write_file(tmp_path / "model.safetensors", {"a": ENTRY}, 24)
+    entries, at = {}, 0
+    for name, shape in target_tensors(DecoderSpec.from_hf(config)).items():
+        entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at := at + 2 * math.prod(shape)]}
+    write_file(tmp_path / "model.safetensors", entries, at)
     report = describe(tmp_path)
-    assert (report["kind"], report["family"], report["tensors"], report["bytes"]) == ("target", "qwen3", 1, 24)
+    assert (report["kind"], report["family"], report["tensors"]) == ("target", "qwen3", len(entries))
+    assert (report["bytes"], report["values"]) == (at, num_values(DecoderSpec.from_hf(config)))
     with pytest.raises(CheckpointError, match="is not a drafter"):
         describe(tmp_path, "fill_in")
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from slipstream.errors import CheckpointError
-from slipstream.models.gguf import TYPES, GGUFFile, hf_name
+from slipstream.models.gguf import GGUFFile, hf_name
+from slipstream.models.gguf_container import TYPES
 from slipstream.models.layers import DenseAttend
 from slipstream.models.weights import load_decoder, read_spec
 from tests.models.hf import distance, random_model, reference

@@ -11,8 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from slipstream.errors import CheckpointError
+from slipstream.models.decoder import Decoder
 from slipstream.models.layers import PackedLinear
+from slipstream.models.tensors import target_tensors
 from slipstream.models.weights import destinations, fill, load_decoder, read_spec
+from slipstream.testing import tiny_spec
 from tests.models.hf import saved
 
 Tensors = dict[str, Tensor]
@@ -152,7 +155,7 @@ def test_quantised_weights_are_refused(folder: Path) -> None:
 
     rewrite(folder, change)
     assert "model.norm.weight" in refusal(folder)
-    assert "float8_e4m3fn" in refusal(folder)
+    assert "F8_E4M3" in refusal(folder)
 
 
 @pytest.mark.parametrize("shard", ["../a.safetensors", "/etc/a.safetensors", "sub/a.safetensors"])
@@ -176,6 +179,15 @@ def test_a_cut_file_is_an_error_not_a_crash(folder: Path) -> None:
 def test_end_tokens_come_from_both_configs(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2]}))
     assert read_spec(folder).eos_token_ids == (2, 5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("switch", [True, False])
+def test_a_spec_names_the_tensors_that_its_network_has(family: str, switch: bool) -> None:
+    """So that headers can be checked before there is a network."""
+    spec = tiny_spec(family, tie_word_embeddings=switch, attention_bias=switch, mlp_bias=switch and family == "llama")
+    places = destinations(Decoder(spec))
+    assert target_tensors(spec) == {name: tuple(place.shape) for name, place in places.items()}
 
 
 class TwoLayers(nn.Module):
