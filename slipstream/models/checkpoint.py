@@ -26,11 +26,11 @@ from slipstream.models.dialects import (
     refuse_other_networks,
     section,
 )
-from slipstream.models.folder import member, read_json
+from slipstream.models.folder import member, naming, read_json
 from slipstream.models.headers import TensorHeader, read_headers
 from slipstream.models.layout import Layout, decide_layout
 from slipstream.models.rope import RopeSpec
-from slipstream.models.spec import FULL, MAX_COUNT, MAX_LAYERS, SLIDING, DecoderSpec
+from slipstream.models.spec import FULL, SLIDING, DecoderSpec, most_of
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 
@@ -182,12 +182,13 @@ def read_checkpoint(folder: Path, layout: str | None = None) -> tuple[DrafterSpe
     if not folder.is_dir():
         raise CheckpointError(f"drafter folder {folder} does not exist")
     config = read_json(member(folder, "config.json"))
-    refuse_other_networks(config)
-    refuse_foreign_files(folder)
-    headers = read_headers(folder)
-    spec = with_tensors(spec_from_config(config, layout), headers)
-    _check_tied(config, spec)
-    return spec, check_tensors(spec, headers)
+    with naming(folder):
+        refuse_other_networks(config)
+        refuse_foreign_files(folder)
+        headers = read_headers(folder)
+        spec = with_tensors(spec_from_config(config, layout), headers)
+        _check_tied(config, spec)
+        return spec, check_tensors(spec, headers)
 
 
 def _check_tied(config: Mapping[str, Any], spec: DrafterSpec) -> None:
@@ -266,7 +267,7 @@ class _Fields:
     def count(self, key: str, minimum: int, default: int | None = None) -> int:
         value = self.value(key, default)
         need(value is not None, f"config.json lacks {key}; add it")
-        most = MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
+        most = most_of(key)
         ok = type(value) is int and minimum <= value <= most
         need(ok, f"{key} is {value!r}; it must be a whole number from {minimum} to {most}")
         return int(value)
@@ -342,7 +343,7 @@ def _rope(body: _Fields, layer_types: set[str]) -> RopeSpec:
         values["rope_parameters"] = by_type[next(iter(layer_types))]  # only one kind of layer is there
     try:
         return RopeSpec.from_hf(values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         given = body.value("rope_scaling") or body.value("rope_parameters")
         raise CheckpointError(f"RoPE parameters {given!r} are malformed: {error}") from error
 

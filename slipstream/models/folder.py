@@ -7,6 +7,8 @@ Called by whatever reads configs, tokenizers, templates and headers.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,17 @@ def member(folder: Path, name: str) -> Path:
 def _hub_blobs(home: Path) -> list[Path]:
     """Where the files of a snapshot in a hub's cache lie: REPOSITORY/snapshots/REVISION links to REPOSITORY/blobs."""
     return [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What is wrong with a model says whose it is: a CheckpointError that does not name `path` is raised with it."""
+    try:
+        yield
+    except CheckpointError as error:
+        if str(path) in str(error):
+            raise
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def read_text(path: Path, most: int = MAX_JSON_BYTES) -> str:

@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
+from slipstream.models.folder import naming
 from slipstream.models.gguf_container import TYPES, Container, Span, TensorEntry
 from slipstream.models.rope import RopeSpec, yarn_magnitude
-from slipstream.models.spec import FULL, MAX_COUNT, MAX_LAYERS, DecoderSpec
+from slipstream.models.spec import FULL, MAX_LAYERS, DecoderSpec, most_of
 from slipstream.models.tensors import Stored
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -38,6 +39,7 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _OUTER_NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+_CONFIG_NAMES = {"block_count": "num_hidden_layers", "context_length": "max_position_embeddings"}
 _ROPE_FREQS = "rope_freqs.weight"  # enters the spec, not the network
 # Metadata that changes the arithmetic and is not honoured; each must be absent or have the value beside it.
 _NEUTRAL: dict[str, Any] = {
@@ -86,6 +88,10 @@ class GGUFFile:
 
     def spec(self) -> DecoderSpec:
         """The decoder that this file holds; raises CheckpointError naming the key that cannot be honoured."""
+        with naming(self.path):
+            return self._spec()
+
+    def _spec(self) -> DecoderSpec:
         family = self.architecture
         if family not in FAMILIES:
             raise CheckpointError(
@@ -186,7 +192,7 @@ class GGUFFile:
         return self._value(f"{self.architecture}.{key}")
 
     def _count(self, key: str, default: int | None = None) -> int:
-        value, most = self._get(key), MAX_LAYERS if key == "block_count" else MAX_COUNT
+        value, most = self._get(key), most_of(_CONFIG_NAMES.get(key, key))
         value = default if value is None else value
         if isinstance(value, Span) and value.num_items <= MAX_LAYERS:
             per_layer = self._container.array(f"{self.architecture}.{key}")
@@ -238,7 +244,7 @@ class GGUFFile:
     def _rope(self) -> RopeSpec:
         theta = self._number("rope.freq_base") or 10000.0
         scale = self._number("rope.scale_linear")
-        kind = self._get("rope.scaling.type") or ("linear" if scale else "none")
+        kind = self.text(f"{self.architecture}.rope.scaling.type") or ("linear" if scale else "none")
         factor = self._number("rope.scaling.factor") or scale or 1.0
         if _ROPE_FREQS in self.entries:
             if kind != "none":

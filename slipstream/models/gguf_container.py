@@ -59,7 +59,7 @@ class TensorEntry:
 class Container:
     """A parsed file. metadata: scalars, texts, and a `Span` for each array; entries: the tensors by name."""
 
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
+    def __init__(self, data: mmap.mmap | bytes, path: Path) -> None:
         self.metadata: dict[str, Any] = {}
         self.entries: dict[str, TensorEntry] = {}
         self._data, self._path, self._at, self._num_items = data, path, 0, 0
@@ -75,7 +75,7 @@ class Container:
             if offset % alignment:
                 raise self._broken(f"tensor {name} lies at {offset}, which is no multiple of {alignment}")
             self.entries[name] = self._entry(name, shape, kind, base + offset)
-        self._check_ranges()
+        self._check_ranges(base, alignment)
 
     def array(self, key: str) -> list[Any]:
         """The items of an array of scalars or of texts; CheckpointError where there is none."""
@@ -182,11 +182,14 @@ class Container:
             raise self._broken(f"tensor {name} ends at byte {start + num_bytes} of {len(self._data)}")
         return TensorEntry(name=name, shape=shape, kind=kind, start=start, num_bytes=num_bytes)
 
-    def _check_ranges(self) -> None:
-        at, before = 0, ""
+    def _check_ranges(self, start: int, alignment: int) -> None:
+        """Tensors follow one another, each from a multiple of the alignment on."""
+        at, before = start, ""
         for entry in sorted(self.entries.values(), key=lambda entry: entry.start):
             if entry.start < at:
                 raise self._broken(f"tensor {entry.name} begins within tensor {before}")
+            if entry.start - at >= alignment:
+                raise self._broken(f"{entry.start - at} bytes before tensor {entry.name} belong to no tensor")
             at, before = entry.start + entry.num_bytes, entry.name
 
     # ------------------------------------------------------------------------------------------------------ the cursor

@@ -13,7 +13,7 @@ from typing import Any
 from slipstream.errors import CheckpointError
 from slipstream.models.checkpoint import DrafterSpec, read_checkpoint
 from slipstream.models.dialects import CLASSES, REFUSED_CLASSES, architecture
-from slipstream.models.folder import member, read_json
+from slipstream.models.folder import member, naming, read_json
 from slipstream.models.headers import TensorHeader, read_headers
 from slipstream.models.spec import DecoderSpec
 from slipstream.models.tensors import Stored, check_target
@@ -32,7 +32,8 @@ def describe(path: Path, layout: str | None = None) -> dict[str, Any]:
         return describe_drafter(spec) | _sizes(headers.values())
     if layout is not None:
         raise CheckpointError(f"{path} is not a drafter, so it has no layout to override")
-    target, found = DecoderSpec.from_hf(config), read_headers(path).values()
+    with naming(path):
+        target, found = DecoderSpec.from_hf(config), read_headers(path).values()
     check_target(target, (Stored(header.name, header.shape, header.dtype) for header in found), str(path))
     return describe_target(target) | _sizes(found)
 

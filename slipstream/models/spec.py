@@ -104,7 +104,12 @@ _MATHS = (
 
 
 # Far above every real model. What exceeds them is a slip or an attack, and would only end in a lack of memory.
-MAX_COUNT, MAX_LAYERS = 2**24, 4096
+MAX_COUNT, MAX_LAYERS, MAX_POSITIONS = 2**24, 4096, 2**22
+
+
+def most_of(key: str) -> int:
+    """The largest value that a count of a config.json may have."""
+    return {"num_hidden_layers": MAX_LAYERS, "max_position_embeddings": MAX_POSITIONS}.get(key, MAX_COUNT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,7 +245,7 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 
 def _required(config: Mapping[str, Any], key: str) -> int:
-    value, most = config.get(key), MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
+    value, most = config.get(key), most_of(key)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
         raise CheckpointError(f"config.json: {key} must be a whole number from 1 to {most}, found {short(value)}")
     return value
@@ -261,6 +266,8 @@ def _check_spec(spec: DecoderSpec) -> None:
         raise CheckpointError(
             f"num_attention_heads {spec.num_heads} is not a multiple of num_key_value_heads {spec.num_kv_heads}"
         )
+    if not 0 <= spec.rms_norm_eps < 1:
+        raise CheckpointError(f"the epsilon of the norms must be a number from 0 to 1, found {spec.rms_norm_eps!r}")
     if spec.head_dim % 2:
         raise CheckpointError(f"head_dim {spec.head_dim} is odd; RoPE needs pairs")
     if len(spec.layer_types) != spec.num_layers:

@@ -62,6 +62,15 @@ class Tokenizer:
         """The text of token ids; ids that are no token of the vocabulary give no text."""
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special))
 
+    def tokens_from(self, first: int) -> dict[int, str]:
+        """The tokens whose ids are `first` and above, by id: added ones and those of the vocabulary proper."""
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        return {token_id: text for text, token_id in sorted(vocabulary.items(), key=_by_id) if token_id >= first}
+
+    def is_added(self, token_id: int) -> bool:
+        """Whether a token stands beside the vocabulary proper: plain text is never encoded to it."""
+        return token_id in self.backend.get_added_tokens_decoder()
+
     @property
     def has_byte_fallback(self) -> bool:
         """Tokens for single bytes (as SentencePiece has them): one that fits nowhere spoils the text of those before it."""
@@ -177,6 +186,10 @@ class TextStream:
         return self._tokenizer.decode(ids, self._skip_special)
 
 
+def _by_id(item: tuple[str, int]) -> int:
+    return item[1]
+
+
 def load_tokenizer(path: Path) -> Tokenizer:
     """From a model folder or a GGUF file; raises CheckpointError naming what is missing or not supported."""
     path = Path(path)
@@ -199,6 +212,12 @@ def _read_folder(folder: Path) -> dict[str, Any]:
     config = _if_there(folder, "tokenizer_config.json")
     specials = {name: _content(folder, name, config[name]) for name in _SPECIAL_NAMES if config.get(name)}
     ids = {name: backend.token_to_id(text) for name, text in specials.items()}
+    for name in ("bos_token", "eos_token"):  # the others are never looked for
+        if name in ids and ids[name] is None:
+            raise CheckpointError(
+                f"{folder / 'tokenizer_config.json'} names the {name} {specials[name]!r}, which {file.name} does not have; "
+                "the two belong to different models: fetch both again"
+            )
     return {
         "backend": backend,
         "bos_token_id": ids.get("bos_token"),

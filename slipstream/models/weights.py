@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import CapacityError, CheckpointError
 from slipstream.models.decoder import Decoder
-from slipstream.models.folder import member, read_json
+from slipstream.models.folder import member, naming, read_json
 from slipstream.models.gguf import GGUFFile
 from slipstream.models.headers import read_headers, weight_files
 from slipstream.models.layers import PackedLinear
@@ -37,10 +37,11 @@ def read_spec(path: Path) -> DecoderSpec:
             return file.spec()
     config = read_json(member(path, "config.json"))
     generation = member(path, "generation_config.json")
-    if generation.is_file():  # its list of end tokens is the complete one; config.json often names only the first
-        both = token_ids(config.get("eos_token_id")) + token_ids(read_json(generation).get("eos_token_id"))
-        config = {**config, "eos_token_id": list(dict.fromkeys(both))}
-    return DecoderSpec.from_hf(config)
+    with naming(path):
+        if generation.is_file():  # its list of end tokens is the complete one; config.json often names only the first
+            both = token_ids(config.get("eos_token_id")) + token_ids(read_json(generation).get("eos_token_id"))
+            config = {**config, "eos_token_id": list(dict.fromkeys(both))}
+        return DecoderSpec.from_hf(config)
 
 
 def load_decoder(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
