@@ -103,7 +103,7 @@ def export_drafter(
 
 def _calibration(source: Path) -> Calibration | None:
     """It is of the confidences, which stay the same. Only Slipstream reads it."""
-    path = source / CALIBRATION_FILE
+    path = member(source, CALIBRATION_FILE)
     return Calibration.load(path) if path.is_file() else None
 
 

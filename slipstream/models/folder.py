@@ -3,7 +3,7 @@
 A folder may come from a stranger. A link that leads out of it is not followed, save into the blobs of the hub's cache
 that the folder is part of; a file is not read beyond a size that no real one has; JSON that would take far more memory
 than it has bytes is refused before it is parsed, and so is a key that stands twice and says two things. Torch-free.
-Called by whatever reads configs, tokenizers, templates and headers.
+Called by whatever reads configs, tokenizers, templates, headers and calibrations.
 """
 
 import json
@@ -55,14 +55,10 @@ def read_text(path: Path, most: int = MAX_JSON_BYTES) -> str:
     """The text of a file, or a CheckpointError that names the file."""
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; a model folder needs {path.name}")
-    with path.open("rb") as file:
-        raw = file.read(most + 1)
-    if len(raw) > most:
-        raise CheckpointError(f"{path} is larger than {most} bytes, too large for {path.name}; fetch it again")
     try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is not a text in UTF-8: {error}; fetch it again") from error
+        return bounded_text(path, most)
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; fetch it again") from error
 
 
 def read_json(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
@@ -75,6 +71,15 @@ def read_json(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}; an object is needed")
     return value
+
+
+def bounded_text(path: Path, most: int = MAX_JSON_BYTES) -> str:
+    """The text of a file; ValueError for one that is no text in UTF-8 or has more bytes, OSError as reading has it."""
+    with path.open("rb") as file:
+        raw = file.read(most + 1)
+    if len(raw) > most:
+        raise ValueError(f"it has more than {most} bytes, too large for {path.name}")
+    return raw.decode("utf-8")
 
 
 def parse_json(text: str, file_bytes: int) -> Any:

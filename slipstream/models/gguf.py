@@ -153,9 +153,20 @@ class GGUFFile:
             raise CheckpointError(f"{self.path}: {key} is {value!r}, it must be a token's id; fetch the file again")
         return value
 
-    def array(self, key: str) -> list[Any]:
-        """A list of numbers or of texts; empty where the file has none."""
-        return [] if self._value(key) is None else self._container.array(key)
+    def array(self, key: str, most: int | None = None) -> list[Any]:
+        """A list of numbers or of texts; empty where the file has none. CheckpointError for more than `most` items."""
+        value = self._value(key)
+        if most is not None and isinstance(value, Span) and value.num_items > most:
+            raise CheckpointError(
+                f"{self.path}: {key} has {value.num_items} items, {most} at most belong to this model"
+            )
+        return [] if value is None else self._container.array(key)
+
+    @property
+    def num_rows(self) -> int | None:
+        """Of the embedding, one for each token; None in a file without weights."""
+        entry = self.entries.get("token_embd.weight")
+        return None if entry is None else entry.shape[0]
 
     def tensors(self) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
         """Hugging Face name and fp32 values of each tensor, one at a time; unknown names pass through as they are."""
@@ -225,10 +236,9 @@ class GGUFFile:
         return float(f"{value:.7g}")  # stored as fp32: 9.99999975e-06 was 1e-05
 
     def _vocab_size(self) -> int:
-        entry = self.entries.get("token_embd.weight")
-        if entry is None:
+        if self.num_rows is None:
             raise CheckpointError(f"{self.path}: tensor token_embd.weight is missing; fetch the file again")
-        return entry.shape[0]
+        return self.num_rows
 
     def _refuse_unknown_maths(self) -> None:
         for key, neutral in _NEUTRAL.items():

@@ -15,6 +15,7 @@ from slipstream.errors import CheckpointError
 from slipstream.models.gguf import GGUFFile
 
 _PREFIX = "tokenizer.ggml."
+_MERGES_PER_TOKEN = 16  # at most: several pairs may merge into one token, in published files 2.2 of them
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 
 # The splits of Llama 3 and Qwen2, as their published tokenizer.json files have them; they differ in how digits group.
@@ -53,13 +54,14 @@ def read_gguf(path: Path) -> dict[str, Any]:
         if pre_name not in _PRE_TOKENIZERS:
             known = ", ".join(_PRE_TOKENIZERS)
             raise CheckpointError(f"{path}: tokenizer.ggml.pre {pre_name!r} is not supported (known: {known})")
-        pre, tokens = _PRE_TOKENIZERS[pre_name], _texts(file, "tokens")
+        pre, tokens = _PRE_TOKENIZERS[pre_name], _texts(file, "tokens", file.num_rows)
         if not tokens:
             raise CheckpointError(f"{path}: tokenizer.ggml.tokens is missing; fetch the file again")
+        kinds = file.array(f"{_PREFIX}token_type", len(tokens))
         keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
         ids = {name: file.token_id(key) for name, key in keys.items()}
         return {
-            "backend": _byte_level(path, tokens, _texts(file, "merges"), file.array(f"{_PREFIX}token_type"), pre),
+            "backend": _byte_level(path, tokens, _texts(file, "merges", _MERGES_PER_TOKEN * len(tokens)), kinds, pre),
             "bos_token_id": ids["bos_token"],
             "eos_token_ids": file.eos_token_ids,
             "add_bos": file.flag(f"{_PREFIX}add_bos_token", pre.add_bos),
@@ -68,8 +70,8 @@ def read_gguf(path: Path) -> dict[str, Any]:
         }
 
 
-def _texts(file: GGUFFile, key: str) -> list[str]:
-    found = file.array(_PREFIX + key)
+def _texts(file: GGUFFile, key: str, most: int | None) -> list[str]:
+    found = file.array(_PREFIX + key, most)
     if not all(isinstance(one, str) for one in found):
         raise CheckpointError(f"{file.path}: {_PREFIX}{key} must be a list of texts; fetch the file again")
     return found

@@ -26,13 +26,13 @@ def describe(path: Path, layout: str | None = None) -> dict[str, Any]:
         return _describe_gguf(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is neither a folder nor a .gguf file")
-    config = read_json(member(path, "config.json"))
-    if is_drafter(config):
-        spec, headers = read_checkpoint(path, layout)
-        return describe_drafter(spec) | _sizes(headers.values())
-    if layout is not None:
-        raise CheckpointError(f"{path} is not a drafter, so it has no layout to override")
     with naming(path):
+        config = read_json(member(path, "config.json"))
+        if is_drafter(config):
+            spec, headers = read_checkpoint(path, layout)
+            return describe_drafter(spec) | _sizes(headers.values())
+        if layout is not None:
+            raise CheckpointError(f"{path} is not a drafter, so it has no layout to override")
         target, found = DecoderSpec.from_hf(config), read_headers(path).values()
     check_target(target, (Stored(header.name, header.shape, header.dtype) for header in found), str(path))
     return describe_target(target) | _sizes(found)

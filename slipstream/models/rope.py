@@ -12,6 +12,7 @@ from typing import Any
 from slipstream.errors import CheckpointError
 
 _DEFAULT_THETA = 10000.0  # where a file is silent
+_MOST_POSITIONS = 2**31  # before scaling; far above every real model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +88,7 @@ def _rope_llama3(theta: float, given: dict[str, Any], config: Mapping[str, Any],
 
 def _rope_yarn(theta: float, given: dict[str, Any], config: Mapping[str, Any], positions: int) -> RopeSpec:
     original = _original_positions(given, config, positions)
-    factor = float(given.get("factor") or positions / original)
+    factor = float(given.get("factor") or positions / min(original, _MOST_POSITIONS))
     return RopeSpec(
         theta=theta,
         scaling="yarn",
@@ -140,14 +141,26 @@ def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
 
 
 def _check_rope(rope: RopeSpec) -> None:
-    above_zero = {"theta": rope.theta, "factor": rope.factor, "attention_factor": rope.attention_factor}
+    """Raise for values that would leave a frequency without a finite number."""
+    above_zero = {
+        name: getattr(rope, name) for name in ("theta", "factor", "attention_factor", "beta_fast", "beta_slow")
+    }
     above_zero |= {f"rope_freqs[{index}]": divisor for index, divisor in enumerate(rope.divisors)}
     for name, value in above_zero.items():
         if not 0 < value < math.inf:
             raise CheckpointError(f"RoPE {name} must be a finite number above 0, found {value!r}; fetch the file again")
-    for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
-        if not math.isfinite(getattr(rope, name)):
-            raise CheckpointError(f"RoPE {name} must be a finite number, found {getattr(rope, name)!r}; mend it")
+    if rope.scaling == "yarn" and rope.theta <= 1:
+        raise CheckpointError(f"RoPE theta must be above 1 for yarn, found {rope.theta!r}; mend it")
+    if not 0 < rope.low_freq_factor < rope.high_freq_factor < math.inf:
+        raise CheckpointError(
+            f"RoPE low_freq_factor {rope.low_freq_factor!r} must be above 0 and below high_freq_factor "
+            f"{rope.high_freq_factor!r}; mend them"
+        )
+    if not 0 <= rope.original_max_position <= _MOST_POSITIONS:
+        raise CheckpointError(
+            f"RoPE original_max_position_embeddings must be a whole number from 1 to {_MOST_POSITIONS}, found "
+            f"{short(rope.original_max_position)}; mend it"
+        )
 
 
 def short(value: Any) -> str:

@@ -164,6 +164,7 @@ class DecoderSpec:
         num_layers = _required(config, "num_hidden_layers")
         num_heads = _required(config, "num_attention_heads")
         hidden_size = _required(config, "hidden_size")
+        max_position = _required(values, "max_position_embeddings")
         if family != "llama" and values.get("mlp_bias"):
             raise CheckpointError(f"config.json: mlp_bias is not part of {family}")
         for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
@@ -187,7 +188,7 @@ class DecoderSpec:
             head_dim=_required({"head_dim": hidden_size // num_heads} | _given(values), "head_dim"),
             rms_norm_eps=_epsilon(values["rms_norm_eps"]),
             rope=rope,
-            max_position_embeddings=_required(values, "max_position_embeddings"),
+            max_position_embeddings=max_position,
             tie_word_embeddings=values["tie_word_embeddings"],
             qkv_bias=family == "qwen2" or values["attention_bias"],
             o_bias=family != "qwen2" and values["attention_bias"],

@@ -16,14 +16,14 @@ from typing import Any
 
 import tokenizers
 
-from slipstream.errors import CheckpointError, RequestError
-from slipstream.models.folder import member, read_json, read_text
+from slipstream.errors import CheckpointError, EngineError, RequestError
+from slipstream.models.folder import member, naming, read_json, read_text
 from slipstream.models.gguf_tokenizer import read_gguf
 from slipstream.models.spec import token_ids
 from slipstream.models.template import shared_renderer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoding shows for bytes that are no (or not yet a) character
-_MAX_TOKENIZER_BYTES, _MAX_TEMPLATE_BYTES = 128_000_000, 1_000_000
+_MAX_TOKENIZER_BYTES, _MAX_TEMPLATE_BYTES = 64_000_000, 1_000_000
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -49,7 +49,12 @@ class Tokenizer:
         """Token ids of a text. `add_special` puts the model's begin token first, if the model uses one."""
         if any("\ud800" <= char <= "\udfff" for char in text):
             raise RequestError("the text holds a lone surrogate, which is no character; decode it properly first")
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special and self.add_bos is None).ids
+        try:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special and self.add_bos is None).ids
+        except BaseException as error:
+            if _is_libraries(error):
+                raise RequestError(f"the tokenizer of {self.source} cannot read this text: {error}") from error
+            raise
         if add_special and self.add_bos and self.bos_token_id is not None:
             return [self.bos_token_id, *ids]
         return ids
@@ -60,7 +65,12 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of token ids; ids that are no token of the vocabulary give no text."""
-        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special))
+        try:
+            return str(self.backend.decode(list(ids), skip_special_tokens=skip_special))
+        except BaseException as error:
+            if _is_libraries(error):
+                raise EngineError(f"the tokenizer of {self.source} cannot write these tokens: {error}") from error
+            raise
 
     def tokens_from(self, first: int) -> dict[int, str]:
         """The tokens whose ids are `first` and above, by id: added ones and those of the vocabulary proper."""
@@ -193,7 +203,8 @@ def _by_id(item: tuple[str, int]) -> int:
 def load_tokenizer(path: Path) -> Tokenizer:
     """From a model folder or a GGUF file; raises CheckpointError naming what is missing or not supported."""
     path = Path(path)
-    found = read_gguf(path) if path.is_file() else _read_folder(path)
+    with naming(path):
+        found = read_gguf(path) if path.is_file() else _read_folder(path)
     backend: tokenizers.Tokenizer = found["backend"]
     added = backend.get_added_tokens_decoder()
     return Tokenizer(
@@ -231,13 +242,19 @@ def _backend(file: Path) -> tokenizers.Tokenizer:
     text = read_text(file, _MAX_TOKENIZER_BYTES)
     try:
         backend = tokenizers.Tokenizer.from_str(text)
-    except BaseException as error:  # Exception for whatever is wrong with the file, and what a panic raises is none
-        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
-            raise
-        raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}; fetch it again") from error
-    backend.no_truncation()
-    backend.no_padding()
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode("")  # puts in the special tokens of its post-processor, if they are there
+    except BaseException as error:
+        if _is_libraries(error):
+            raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}; fetch it again") from error
+        raise
     return backend
+
+
+def _is_libraries(error: BaseException) -> bool:
+    """Whether the library raised it: an Exception for whatever it does not like, or a panic, which is none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _if_there(folder: Path, name: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ RANKS: dict[str, float] = {
     "slipstream.ops": 1,
     "slipstream.kernels": 1.1,  # of ops they take constants; only what runs on a GPU imports them, for they need triton
     "slipstream.models": 2,
+    "slipstream.models.folder": 0.2,  # calibrations lie in model folders too
     "slipstream.models.export": 2.1,  # a calibration goes along
     "slipstream.cache.pages": 0.2,  # kernels know the null page and the scratch page
     "slipstream.cache": 2,
