@@ -130,15 +130,22 @@ def serve(pipe: Connection) -> None:
         except EOFError:
             return
         signal.alarm(int(MOST_SECONDS) + 5)  # an orphan ends too: nothing catches this signal
-        kind, text = rendered(job)
+        kind, text = _outcome(job)
         pipe.send_bytes(kind + text.encode("utf-8", "surrogatepass"))
         signal.alarm(0)
 
 
-def rendered(job: bytes) -> tuple[bytes, str]:
-    """A text, or what is wrong."""
+def _outcome(job: bytes) -> tuple[bytes, str]:
     try:
         template, values = pickle.loads(job)
+    except Exception as error:  # an object of a class that only the caller's program has
+        return _REFUSED, f"a value cannot be read elsewhere: {error}"[:_MOST_REASON]
+    return rendered(template, values)
+
+
+def rendered(template: str, values: Mapping[str, Any]) -> tuple[bytes, str]:
+    """A text, or what is wrong."""
+    try:
         text = _template(template).render(values)
     except jinja2.TemplateSyntaxError as error:
         return _MALFORMED, str(error)[:_MOST_REASON]
