@@ -442,6 +442,7 @@ def with_tensors(spec: DrafterSpec, headers: Mapping[str, TensorHeader]) -> Draf
     draft_vocab_size = spec.draft_vocab_size
     if "d2t" in by_name:
         draft_vocab_size = draft_vocab_size or by_name["d2t"].num_values
+        need(draft_vocab_size > 0, "tensor d2t is empty, so nothing can be drafted; fetch the drafter again")
     need(
         draft_vocab_size is None or "d2t" in by_name,
         f"tensor d2t is missing, which maps the {draft_vocab_size} draft ids (draft_vocab_size) to target ids",

@@ -69,8 +69,7 @@ class Renderer:
         raise RequestError(f"the chat template of {source} refuses these messages: {text}")
 
     def _answer(self, job: bytes, source: str) -> tuple[bytes, str]:
-        pipe = self._started()
-        pipe.send_bytes(job)
+        pipe = self._sent(job)
         if not pipe.poll(MOST_SECONDS):
             self.close()
             return _TOO_MUCH, f"takes longer than {MOST_SECONDS:g} s"
@@ -80,6 +79,17 @@ class Renderer:
             self.close()
             return _TOO_MUCH, "ends the process that renders it"
         return raw[:1], raw[1:].decode("utf-8", "surrogatepass")
+
+    def _sent(self, job: bytes) -> Connection:
+        """The pipe that the answer will come through."""
+        pipe = self._started()
+        try:
+            pipe.send_bytes(job)
+        except OSError:  # the child was killed a moment ago
+            self.close()
+            pipe = self._started()
+            pipe.send_bytes(job)
+        return pipe
 
     def _started(self) -> Connection:
         """The pipe to a child that listens."""

@@ -181,6 +181,17 @@ def test_end_tokens_come_from_both_configs(folder: Path) -> None:
     assert read_spec(folder).eos_token_ids == (2, 5)
 
 
+def test_a_value_that_the_dtype_cannot_hold_is_told_from_a_damaged_file(folder: Path) -> None:
+    def change(tensors: Tensors) -> Tensors:
+        tensors["model.norm.weight"][3] = 1e30
+        return tensors
+
+    rewrite(folder, change)
+    load_decoder(folder, torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds 1e\+30, which is more than float16 can hold"):
+        load_decoder(folder, torch.float16)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("switch", [True, False])
 def test_a_spec_names_the_tensors_that_its_network_has(family: str, switch: bool) -> None:
