@@ -65,7 +65,7 @@ def weight_files(folder: Path) -> list[Path]:
 def _indexed_files(folder: Path) -> list[Path]:
     weight_map = read_json(member(folder, INDEX), MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{folder / INDEX} has no weight_map object")
+        raise CheckpointError(f"{folder / INDEX} has no weight_map object; fetch it again")
     paths = []
     for name in sorted({str(name) for name in weight_map.values()}):
         if Path(name).name != name or not name.endswith(".safetensors") or not name.isprintable() or len(name) > 255:
@@ -85,7 +85,10 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     for path in weight_files(folder):
         for header in read_file_header(path):
             if header.name in found:
-                raise CheckpointError(f"tensor {header.name} is in both {found[header.name].file.name} and {path.name}")
+                first = found[header.name].file.name
+                raise CheckpointError(
+                    f"{folder}: tensor {header.name} is in both {first} and {path.name}; fetch the files again"
+                )
             found[header.name] = header
     return found
 
@@ -131,7 +134,7 @@ def read_file_header(path: Path) -> list[TensorHeader]:
     except ValueError as error:
         raise CheckpointError(f"{path} has a broken safetensors header: {error}; fetch it again") from error
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{path} has a broken safetensors header: not an object")
+        raise CheckpointError(f"{path} has a broken safetensors header: not an object; fetch it again")
     _check_metadata(path, entries.pop("__metadata__", {}))
     data_bytes = file_bytes - 8 - header_bytes
     found = [_tensor_header(path, name, entry, data_bytes) for name, entry in entries.items()]
@@ -164,7 +167,8 @@ def _tensor_header(path: Path, name: str, entry: Any, data_bytes: int) -> tuple[
         raise CheckpointError(f"{where} lies outside the file (bytes {offsets} of {data_bytes}); the file is cut short")
     if offsets[1] - offsets[0] != header.num_bytes:
         raise CheckpointError(
-            f"{where} has {offsets[1] - offsets[0]} bytes, its shape {shape} needs {header.num_bytes}"
+            f"{where} has {offsets[1] - offsets[0]} bytes, its shape {shape} needs {header.num_bytes}; "
+            "write the file again"
         )
     return header, (offsets[0], offsets[1])
 
