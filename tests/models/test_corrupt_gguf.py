@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from slipstream.errors import CheckpointError, SlipstreamError
 from slipstream.models.gguf import GGUFFile
-from slipstream.models.gguf_container import Container
+from slipstream.models.gguf_container import TYPES, Container
 from slipstream.models.inspect import describe
+from slipstream.models.weights import copy
 from tests.models.corrupt import (
     ARRAY,
     BOOL,
@@ -243,6 +245,20 @@ def test_any_byte_of_the_header_may_be_wrong() -> None:
             Container(RAW[:place] + bytes([value]) + RAW[place + 1 :], Path("m.gguf"))
 
 
+@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind != 0])
+def test_blocks_of_noise_are_seen_as_no_numbers(kind: int, tmp_path: Path) -> None:
+    """Whatever stands in a block there is no error of Python's; that its scale is NaN is seen when it is copied."""
+    _, block_values, block_bytes = TYPES[kind]
+    entry, noise = info("x.weight", (2, block_values), kind, 0), b"\xff" * (2 * block_bytes)
+    path = tmp_path / "m.gguf"
+    path.write_bytes(Gguf(pairs=WHOLE.pairs, infos=(entry,), data=noise).to_bytes())
+    with GGUFFile(path) as file:
+        values = torch.from_numpy(file.read(file.entries["x.weight"]))
+    assert values.shape == (2, block_values)
+    with pytest.raises(CheckpointError, match=r"x holds .* not finite"):
+        copy(torch.empty(2, block_values), values, "x", "m.gguf")
+
+
 def test_metadata_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
     """So that a file which is refused costs nothing: a list of texts stays in the file."""
     (tmp_path / "m.gguf").write_bytes(RAW)
@@ -257,8 +273,3 @@ def test_a_link_to_a_file_is_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "blob").write_bytes(RAW)
     (tmp_path / "m.gguf").symlink_to("blob")
     load(tmp_path / "m.gguf")
-
-
-def test_parts_make_the_file() -> None:
-    assert isinstance(WHOLE, Gguf)
-    assert b"".join(WHOLE.parts()) == RAW

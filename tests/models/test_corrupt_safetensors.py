@@ -2,7 +2,6 @@
 
 import json
 import os
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -335,7 +334,3 @@ def test_a_config_that_asks_for_more_than_there_is_takes_no_memory(files: Files,
     for field, most in {"num_hidden_layers": 4096, "vocab_size": 2**24, "intermediate_size": 2**24}.items():
         folder = tmp_path / field
         refusal(write(folder, files | {"config.json": json.dumps(CONFIG | {field: most}).encode()}), "tensor")
-
-
-def test_a_header_as_long_as_a_length_can_say() -> None:
-    assert struct.pack("<Q", 2**64 - 1) == packed(b"", b"", claim=2**64 - 1)

@@ -2,15 +2,13 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.errors import CheckpointError, SlipstreamError
+from slipstream.errors import CheckpointError
 from slipstream.models import folder
 from slipstream.models.gguf import GGUFFile
 from slipstream.models.gguf_container import TYPES, Container, Span
@@ -132,9 +130,3 @@ def test_a_template_makes_a_text_or_says_why_not(template: str) -> None:
     kind, text = rendered(template, {"messages": [{"role": "user", "content": "hi"}], "x": 1})
     assert isinstance(kind, bytes)
     assert isinstance(text, str)
-
-
-@pytest.mark.parametrize("read", [GGUFFile, read_file_header])
-def test_a_file_that_is_not_there_is_not_an_invention(read: Callable[[Path], Any], tmp_path: Path) -> None:
-    with pytest.raises((OSError, SlipstreamError)):
-        read(tmp_path / "absent")
