@@ -27,7 +27,7 @@ from slipstream.errors import CheckpointError, EngineError, RequestError
 
 MOST_SECONDS = 4.0  # for one conversation, which takes a millisecond
 MOST_START_SECONDS = 60.0
-MOST_MEMORY_BYTES = 1 << 30  # that the child may take on top of its own
+MOST_MEMORY_BYTES = 1 << 29  # that the child may take on top of its own
 MOST_CHARACTERS = 1 << 25  # of a prompt: no context holds as many
 _MOST_REASON = 1000  # characters of what a template says about messages that it refuses
 
