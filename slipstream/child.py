@@ -12,9 +12,11 @@ def spawn(module: str, fd: int) -> "subprocess.Popen[bytes]":
     """Run a module that takes the number of its end of a pipe.
 
     Not by multiprocessing, which would run the caller's script once more. In a session of its own: ^C is not for it.
-    With -P: the current folder may be a model's, and a file there called json.py must not be imported.
+    It imports from where this process does and, by -P, from nowhere else: the current folder may be a model's, and a file
+    there called json.py must not be imported.
     """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, str(fd)], pass_fds=(fd,), env=environment, start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
