@@ -7,7 +7,6 @@ all LLMs of a process. The library, and torch with it, is imported at the first 
 """
 
 import atexit
-import os
 import random
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from slipstream.child import limit_memory, spawn
 from slipstream.constraint import Constraint, allows, num_words
 from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.plan import Int32s, Int64s
@@ -106,7 +106,7 @@ class Trials:
         self.close()
         self._pipe, far_end = Pipe()
         with far_end:
-            self._child = _spawn(far_end.fileno())
+            self._child = spawn(__name__, far_end.fileno())
         try:
             ready = _answer(self._pipe, MOST_START_SECONDS, meanwhile)
         except (EOFError, OSError):
@@ -133,15 +133,6 @@ def shared_trials() -> Trials:
     return trials
 
 
-def _spawn(fd: int) -> subprocess.Popen[bytes]:
-    """Not by multiprocessing, which would run the caller's script once more. In a session of its own: ^C is not for it."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(
-        [sys.executable, "-m", __name__, str(fd)], pass_fds=(fd,), env=environment, start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-
-
 def _answer(pipe: Connection, seconds: float, meanwhile: Callable[[], bool]) -> Any:
     """What comes back; None where nothing does in time."""
     end = time.monotonic() + seconds
@@ -159,7 +150,7 @@ def _answer(pipe: Connection, seconds: float, meanwhile: Callable[[], bool]) -> 
 def serve(pipe: Connection) -> None:
     """Compile what is asked for until the parent is gone."""
     library()
-    _limit_memory()
+    limit_memory(MOST_MEMORY_BYTES)
     pipe.send("ready")
     while True:
         try:
@@ -214,17 +205,6 @@ def _allowed(mask_np: Int32s, ends: tuple[int, ...], vocab_size: int) -> Int64s:
     bits = np.unpackbits(mask_np.view(np.uint8)[0], bitorder="little")[:vocab_size]
     bits[list(ends)] = 0
     return bits.nonzero()[0]
-
-
-def _limit_memory() -> None:
-    """Beyond it the library fails, and the machine does not."""
-    if sys.platform != "linux":
-        return
-    import resource
-
-    with open("/proc/self/statm") as file:
-        taken = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (taken + MOST_MEMORY_BYTES, taken + MOST_MEMORY_BYTES))
 
 
 # ------------------------------------------------------------------------------------------- the library, at both ends

@@ -10,11 +10,28 @@ SlipstreamError
 Messages name the thing and the remedy. Broken invariants are asserts, not members of this tree.
 """
 
+_MOST_CHARACTERS, _LAST = 2000, 600  # of a message; what of its end is kept, where the remedy stands
+
 
 class SlipstreamError(Exception):
-    """Base of all errors that Slipstream raises on purpose."""
+    """Base of all errors that Slipstream raises on purpose.
+
+    A message may quote a file or a request: it is cut to a length that can be read, and what would steer a terminal
+    is spelled out.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(_readable(str(message)))
+
+
+def _readable(text: str) -> str:
+    if len(text) > _MOST_CHARACTERS:
+        text = f"{text[: _MOST_CHARACTERS - _LAST]} [...] {text[-_LAST:]}"
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
 
 
 class ConfigError(SlipstreamError):

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 
 from slipstream.config import NGRAM
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.errors import CheckpointError, ConfigError, SlipstreamError
 from slipstream.models.decoder import Decoder
 from slipstream.models.drafters import BlockDrafter, load_drafter
 from slipstream.models.layers import prepack_networks
@@ -21,9 +21,10 @@ from slipstream.models.locate import RANDOM, resolve_drafter, resolve_target
 from slipstream.models.probe import PROMPT, layout_agreement
 from slipstream.models.random_weights import random_decoder, random_drafter
 from slipstream.models.shapes import drafter_shape, shape_name, target_shape
+from slipstream.models.spec import DecoderSpec
 from slipstream.models.synthetic import synthetic_tokenizer
 from slipstream.models.tokenizer import Tokenizer, load_tokenizer
-from slipstream.models.weights import load_decoder
+from slipstream.models.weights import load_decoder, read_spec
 
 log = logging.getLogger("slipstream")
 
@@ -86,7 +87,9 @@ def _target(model: str, dtype: torch.dtype, device: torch.device, notes: list[No
     shape = shape_name(model)
     if shape is None:
         path = resolve_target(model)
-        return load_decoder(path, dtype, device), load_tokenizer(path)
+        tokenizer = load_tokenizer(path)  # first: it takes no time, and a fault is told before gigabytes are read
+        check_tokenizer(tokenizer, read_spec(path), notes)
+        return load_decoder(path, dtype, device), tokenizer
     target = random_decoder(target_shape(shape), dtype, device)
     notes.append(_drawn("model", model))
     return target, synthetic_tokenizer(target.spec.vocab_size)
@@ -107,6 +110,28 @@ def _drafter(
         notes.append(_drawn("draft_model", draft_model))
     notes.append(("layout", network.spec.layout, network.spec.layout_reason))
     return network, folder
+
+
+def check_tokenizer(tokenizer: Tokenizer, spec: DecoderSpec, notes: list[Note]) -> None:
+    """CheckpointError unless the target has a row for every token that a text can become, and for those that end one."""
+    ends = {"eos_token_id": (*tokenizer.eos_token_ids, *spec.eos_token_ids), "bos_token_id": (tokenizer.bos_token_id,)}
+    for field, ids in ends.items():
+        for token_id in ids:
+            if token_id is not None and not 0 <= token_id < spec.vocab_size:
+                raise CheckpointError(
+                    f"{tokenizer.source}: {field} {token_id} is outside of the model's {spec.vocab_size} tokens; correct it "
+                    "in config.json, generation_config.json or the tokenizer's files"
+                )
+    beyond = tokenizer.tokens_from(spec.vocab_size)
+    if not all(map(tokenizer.is_added, beyond)):
+        raise CheckpointError(
+            f"{tokenizer.source}: the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding "
+            f"{spec.vocab_size} rows; they belong to different models: fetch both again"
+        )
+    if beyond:
+        reason = f"added to the tokenizer, but without a row of the model's embedding ({spec.vocab_size}); texts with them are refused"
+        log.warning("tokens %s: %s", ", ".join(map(repr, beyond.values())), reason)
+        notes.append(("unusable_tokens", tuple(beyond), reason))
 
 
 def _drawn(field: str, name: str) -> Note:

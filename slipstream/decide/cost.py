@@ -31,6 +31,7 @@ from slipstream.decide.step_cost import (
 )
 from slipstream.errors import ConfigError
 from slipstream.files import replace_text
+from slipstream.models.folder import bounded_text, parse_json
 
 __all__ = [
     "CostModel",
@@ -346,7 +347,8 @@ class CostProfile:
     def load(cls, path: Path) -> "CostProfile":
         """ConfigError names the file and the field at fault."""
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            text = bounded_text(path)
+            data = parse_json(text, len(text))
         except (OSError, ValueError) as error:
             raise ConfigError(f"cost model {path}: {error}; write one with `slipstream profile`") from error
         try:

@@ -4,7 +4,7 @@ A field that is missing or of the wrong kind is a ConfigError that names it by i
 not known here; `step_cost` and `cost` read cost models with it.
 """
 
-import math
+import sys
 from typing import Any
 
 from slipstream.errors import ConfigError
@@ -65,5 +65,5 @@ class Fields:
 
 def check_ms(name: str, value: object) -> None:
     """A time or a coefficient: a finite number from 0."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
         raise ConfigError(f"{name} is {value!r}; it must be a finite number from 0")

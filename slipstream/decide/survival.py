@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from slipstream.config import CALIBRATION_FILE, SIGNALS
 from slipstream.errors import ConfigError
 from slipstream.files import replace_text
+from slipstream.models.folder import bounded_text, member, parse_json
 
 Floats: TypeAlias = NDArray[np.float64]
 Float32s: TypeAlias = NDArray[np.float32]
@@ -411,8 +412,9 @@ class Calibration:
         Keys beside `temperatures` (data set, errors before and after) are kept in `about`. ConfigError names the field.
         """
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            text = bounded_text(path)
+            data = parse_json(text, len(text))
+        except (OSError, ValueError) as error:
             raise ConfigError(f"calibration {path}: {error}") from error
         where = f"calibration {path}"
         if not isinstance(data, dict) or data.get("version") != 1:
@@ -440,7 +442,7 @@ def find_calibration(named: str | Path | None, folder: Path | None) -> Path | No
     """The file that the user names, whether it is there or not; else the one in the drafter's folder, if there is one."""
     if named is not None:
         return Path(named)
-    path = folder and folder / CALIBRATION_FILE
+    path = folder and member(folder, CALIBRATION_FILE)
     return path if path and path.is_file() else None
 
 

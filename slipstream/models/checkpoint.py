@@ -26,9 +26,11 @@ from slipstream.models.dialects import (
     refuse_other_networks,
     section,
 )
-from slipstream.models.headers import TensorHeader, read_headers, read_json
+from slipstream.models.folder import member, naming, read_json
+from slipstream.models.headers import TensorHeader, read_headers
 from slipstream.models.layout import Layout, decide_layout
-from slipstream.models.spec import FULL, MAX_COUNT, MAX_LAYERS, SLIDING, DecoderSpec, RopeSpec
+from slipstream.models.rope import RopeSpec
+from slipstream.models.spec import FULL, SLIDING, DecoderSpec, most_of
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 
@@ -179,13 +181,14 @@ def read_checkpoint(folder: Path, layout: str | None = None) -> tuple[DrafterSpe
     """A drafter folder's spec and its tensors by canonical name, checked; `layout` overrides what the file says."""
     if not folder.is_dir():
         raise CheckpointError(f"drafter folder {folder} does not exist")
-    config = read_json(folder / "config.json")
-    refuse_other_networks(config)
-    refuse_foreign_files(folder)
-    headers = read_headers(folder)
-    spec = with_tensors(spec_from_config(config, layout), headers)
-    _check_tied(config, spec)
-    return spec, check_tensors(spec, headers)
+    config = read_json(member(folder, "config.json"))
+    with naming(folder):
+        refuse_other_networks(config)
+        refuse_foreign_files(folder)
+        headers = read_headers(folder)
+        spec = with_tensors(spec_from_config(config, layout), headers)
+        _check_tied(config, spec)
+        return spec, check_tensors(spec, headers)
 
 
 def _check_tied(config: Mapping[str, Any], spec: DrafterSpec) -> None:
@@ -264,7 +267,7 @@ class _Fields:
     def count(self, key: str, minimum: int, default: int | None = None) -> int:
         value = self.value(key, default)
         need(value is not None, f"config.json lacks {key}; add it")
-        most = MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
+        most = most_of(key)
         ok = type(value) is int and minimum <= value <= most
         need(ok, f"{key} is {value!r}; it must be a whole number from {minimum} to {most}")
         return int(value)
@@ -340,7 +343,7 @@ def _rope(body: _Fields, layer_types: set[str]) -> RopeSpec:
         values["rope_parameters"] = by_type[next(iter(layer_types))]  # only one kind of layer is there
     try:
         return RopeSpec.from_hf(values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         given = body.value("rope_scaling") or body.value("rope_parameters")
         raise CheckpointError(f"RoPE parameters {given!r} are malformed: {error}") from error
 
@@ -439,6 +442,7 @@ def with_tensors(spec: DrafterSpec, headers: Mapping[str, TensorHeader]) -> Draf
     draft_vocab_size = spec.draft_vocab_size
     if "d2t" in by_name:
         draft_vocab_size = draft_vocab_size or by_name["d2t"].num_values
+        need(draft_vocab_size > 0, "tensor d2t is empty, so nothing can be drafted; fetch the drafter again")
     need(
         draft_vocab_size is None or "d2t" in by_name,
         f"tensor d2t is missing, which maps the {draft_vocab_size} draft ids (draft_vocab_size) to target ids",

@@ -10,7 +10,8 @@ from typing import Any
 from slipstream.errors import CheckpointError
 from slipstream.models.checkpoint import DrafterSpec
 from slipstream.models.dialects import need
-from slipstream.models.spec import SLIDING, RopeSpec
+from slipstream.models.rope import RopeSpec
+from slipstream.models.spec import SLIDING
 
 
 def config_from_spec(spec: DrafterSpec) -> dict[str, Any]:

@@ -29,9 +29,10 @@ from slipstream.models.block_attend import BlockAttend, ContextKV
 from slipstream.models.checkpoint import DrafterSpec, check_fit, expected_tensors, read_checkpoint
 from slipstream.models.decoder import Decoder
 from slipstream.models.dialect_configs import config_from_spec
+from slipstream.models.folder import naming
 from slipstream.models.headers import TensorHeader
 from slipstream.models.layers import PackedLinear, RMSNorm, Rotary
-from slipstream.models.weights import destinations
+from slipstream.models.weights import copy, destinations
 from slipstream.models.write import write_folder
 from slipstream.ops.linear import linear
 from slipstream.ops.rope import apply_rope
@@ -327,10 +328,11 @@ def load_drafter(
     check_fit(spec, target.spec)
     with ExitStack() as stack, torch.no_grad():
         read = tensor_reader(stack, headers)
-        ids = None if spec.draft_vocab_size is None else draft_token_ids(read("d2t"), spec.vocab_size)
+        with naming(Path(folder)):
+            ids = None if spec.draft_vocab_size is None else draft_token_ids(read("d2t"), spec.vocab_size)
         drafter = BlockDrafter(_without_copies(spec, read, ids, target), dtype, device)
         for name, place in destinations(drafter).items():
-            place.copy_(read(name))
+            copy(place, read(name), headers[name].name, str(folder))
     if ids is not None:
         drafter.set_draft_vocabulary(ids.to(device))
     drafter.share(target)

@@ -22,10 +22,12 @@ from slipstream.models.checkpoint import DrafterSpec, check_fit, read_checkpoint
 from slipstream.models.dialect_configs import deepspec_config, speculators_config, z_lab_config
 from slipstream.models.dialects import architecture, need
 from slipstream.models.drafters import draft_token_ids, same_table, tensor_reader
+from slipstream.models.folder import member, read_json
 from slipstream.models.gguf import GGUFFile, hf_name
-from slipstream.models.headers import read_headers, read_json, weights_digest
+from slipstream.models.headers import read_headers, weights_digest
 from slipstream.models.spec import DecoderSpec
-from slipstream.models.weights import bare_name, read_spec
+from slipstream.models.tensors import bare_name
+from slipstream.models.weights import read_spec
 from slipstream.models.write import write_folder
 
 EMBEDDING, HEAD, BIAS = "embed_tokens.weight", "lm_head.weight", "confidence_head.proj.bias"
@@ -46,7 +48,7 @@ class ExportTarget:
 
     @property
     def class_name(self) -> str:
-        named = architecture(read_json(self.path / "config.json")) if self.path.is_dir() else None
+        named = architecture(read_json(member(self.path, "config.json"))) if self.path.is_dir() else None
         return named or _CLASSES[self.spec.family]
 
     def tables(self) -> tuple[Tensor, Tensor]:
@@ -101,7 +103,7 @@ def export_drafter(
 
 def _calibration(source: Path) -> Calibration | None:
     """It is of the confidences, which stay the same. Only Slipstream reads it."""
-    path = source / CALIBRATION_FILE
+    path = member(source, CALIBRATION_FILE)
     return Calibration.load(path) if path.is_file() else None
 
 

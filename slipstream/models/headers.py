@@ -1,23 +1,25 @@
 """The headers of safetensors files, read without torch and without touching a single weight; a digest tells files apart.
 
 A header says which tensors a file holds, their types, shapes and byte ranges. It is checked here as text from a
-stranger: its size is bounded, every range lies inside the file and has the length that the shape asks for, an index may
-only name files of its own folder. Pickle-based files (`.bin`, `.pt`) are never opened.
+stranger: its size is bounded, names can be shown, every range has the length that its shape asks for, and the ranges
+fill the file without a gap and without an overlap; an index may only name files of its own folder. Pickle-based files
+(`.bin`, `.pt`) are never opened.
 Called by `checkpoint`, `inspect` and whoever keeps a calibration for some weights; the values themselves are read with
 the safetensors library.
 """
 
 import hashlib
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slipstream.errors import CheckpointError
+from slipstream.models.folder import member, parse_json, read_json
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
-MAX_JSON_BYTES = 64_000_000
+MAX_INDEX_BYTES = 64_000_000
+MAX_NAME, MAX_DIMENSIONS = 1000, 16
 DTYPE_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
     "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
@@ -44,26 +46,11 @@ class TensorHeader:
         return self.num_values * DTYPE_BITS[self.dtype] // 8
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or a CheckpointError that names the file."""
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist; a model folder needs {path.name}")
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES} bytes, too large for {path.name}")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}; an object is needed")
-    return value
-
-
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder: the shards of its index, or its single file."""
     if (folder / INDEX).is_file():
         return _indexed_files(folder)
-    files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    files = [member(folder, path.name) for path in sorted(folder.glob("*.safetensors")) if path.is_file()]
     if not files:
         pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
         hint = f"; {pickled[0]} is a pickle and is never opened, convert it to safetensors" if pickled else ""
@@ -76,18 +63,20 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _indexed_files(folder: Path) -> list[Path]:
-    weight_map = read_json(folder / INDEX).get("weight_map")
+    weight_map = read_json(member(folder, INDEX), MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{folder / INDEX} has no weight_map object")
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
+        raise CheckpointError(f"{folder / INDEX} has no weight_map object; fetch it again")
+    paths = []
+    for name in sorted({str(name) for name in weight_map.values()}):
+        if Path(name).name != name or not name.endswith(".safetensors") or not name.isprintable() or len(name) > 255:
             raise CheckpointError(
                 f"{folder / INDEX} names {name!r}; a shard must be a .safetensors file of the same folder"
             )
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / INDEX} names {name}, which is missing from the folder")
-    return [folder / name for name in names]
+        path = member(folder, name)
+        if not path.is_file():
+            raise CheckpointError(f"{folder / INDEX} names {name}, which is missing from the folder; fetch it too")
+        paths.append(path)
+    return paths
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
@@ -96,7 +85,10 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     for path in weight_files(folder):
         for header in read_file_header(path):
             if header.name in found:
-                raise CheckpointError(f"tensor {header.name} is in both {found[header.name].file.name} and {path.name}")
+                first = found[header.name].file.name
+                raise CheckpointError(
+                    f"{folder}: tensor {header.name} is in both {first} and {path.name}; fetch the files again"
+                )
             found[header.name] = header
     return found
 
@@ -133,37 +125,68 @@ def read_file_header(path: Path) -> list[TensorHeader]:
         header_bytes = int.from_bytes(file.read(8), "little")
         if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes - 8):
             raise CheckpointError(
-                f"{path} is not a whole safetensors file: header of {header_bytes} bytes, file of {file_bytes}"
+                f"{path} is not a whole safetensors file: header of {header_bytes} bytes, file of {file_bytes}; "
+                "fetch it again"
             )
         raw = file.read(header_bytes)
     try:
-        entries = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} has a broken safetensors header: {error}") from error
+        entries = parse_json(raw.decode("utf-8"), file_bytes)
+    except ValueError as error:
+        raise CheckpointError(f"{path} has a broken safetensors header: {error}; fetch it again") from error
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{path} has a broken safetensors header: not an object")
+        raise CheckpointError(f"{path} has a broken safetensors header: not an object; fetch it again")
+    _check_metadata(path, entries.pop("__metadata__", {}))
     data_bytes = file_bytes - 8 - header_bytes
-    return [_tensor_header(path, name, entry, data_bytes) for name, entry in entries.items() if name != "__metadata__"]
+    found = [_tensor_header(path, name, entry, data_bytes) for name, entry in entries.items()]
+    _check_ranges(path, found, data_bytes)
+    return [header for header, _ in found]
 
 
-def _tensor_header(path: Path, name: str, entry: Any, data_bytes: int) -> TensorHeader:
+def _check_metadata(path: Path, metadata: Any) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path}: __metadata__ must be an object of texts; write the file again")
+
+
+def _tensor_header(path: Path, name: str, entry: Any, data_bytes: int) -> tuple[TensorHeader, tuple[int, int]]:
+    """What a tensor is, and the bytes of the data that it has: from, to."""
+    if not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        raise CheckpointError(
+            f"{path}: a tensor has the name {name[:40]!r}, a name of {len(name)} characters; it must be of printable "
+            f"characters, 1 to {MAX_NAME}"
+        )
     where = f"{path}: tensor {name}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise CheckpointError(f"{where} lacks dtype, shape or data_offsets")
+        raise CheckpointError(f"{where} lacks dtype, shape or data_offsets; write the file again")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise CheckpointError(f"{where} has type {dtype!r}, which is not supported")
-    if not _is_counts(shape) or not _is_counts(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{where} has a malformed shape or data_offsets")
+        raise CheckpointError(f"{where} has type {dtype!r}, which is not supported; known: {', '.join(DTYPE_BITS)}")
+    if not _is_counts(shape, MAX_DIMENSIONS) or not _is_counts(offsets, 2) or len(offsets) != 2:
+        raise CheckpointError(f"{where} has a malformed shape or data_offsets; write the file again")
     header = TensorHeader(name=name, dtype=dtype, shape=tuple(shape), file=path)
     if not offsets[0] <= offsets[1] <= data_bytes:
         raise CheckpointError(f"{where} lies outside the file (bytes {offsets} of {data_bytes}); the file is cut short")
     if offsets[1] - offsets[0] != header.num_bytes:
         raise CheckpointError(
-            f"{where} has {offsets[1] - offsets[0]} bytes, its shape {shape} needs {header.num_bytes}"
+            f"{where} has {offsets[1] - offsets[0]} bytes, its shape {shape} needs {header.num_bytes}; "
+            "write the file again"
         )
-    return header
+    return header, (offsets[0], offsets[1])
 
 
-def _is_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+def _check_ranges(path: Path, found: list[tuple[TensorHeader, tuple[int, int]]], data_bytes: int) -> None:
+    """Every byte of the data belongs to one tensor."""
+    at, before = 0, ""
+    for header, (start, end) in sorted(found, key=lambda pair: pair[1]):
+        if start < at:
+            raise CheckpointError(f"{path}: tensor {header.name} begins within tensor {before}; write the file again")
+        if start > at:
+            raise CheckpointError(
+                f"{path}: bytes {at} to {start} before tensor {header.name} belong to no tensor; write the file again"
+            )
+        at, before = end, header.name
+    if at < data_bytes:
+        raise CheckpointError(f"{path}: its last {data_bytes - at} bytes belong to no tensor; fetch the file again")
+
+
+def _is_counts(value: Any, most: int) -> bool:
+    return isinstance(value, list) and len(value) <= most and all(type(item) is int and item >= 0 for item in value)

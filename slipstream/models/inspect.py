@@ -13,8 +13,10 @@ from typing import Any
 from slipstream.errors import CheckpointError
 from slipstream.models.checkpoint import DrafterSpec, read_checkpoint
 from slipstream.models.dialects import CLASSES, REFUSED_CLASSES, architecture
-from slipstream.models.headers import TensorHeader, read_headers, read_json
+from slipstream.models.folder import member, naming, read_json
+from slipstream.models.headers import TensorHeader, read_headers
 from slipstream.models.spec import DecoderSpec
+from slipstream.models.tensors import Stored, check_target
 
 
 def describe(path: Path, layout: str | None = None) -> dict[str, Any]:
@@ -24,13 +26,16 @@ def describe(path: Path, layout: str | None = None) -> dict[str, Any]:
         return _describe_gguf(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is neither a folder nor a .gguf file")
-    config = read_json(path / "config.json")
-    if is_drafter(config):
-        spec, headers = read_checkpoint(path, layout)
-        return describe_drafter(spec) | _sizes(headers.values())
-    if layout is not None:
-        raise CheckpointError(f"{path} is not a drafter, so it has no layout to override")
-    return describe_target(DecoderSpec.from_hf(config)) | _sizes(read_headers(path).values())
+    with naming(path):
+        config = read_json(member(path, "config.json"))
+        if is_drafter(config):
+            spec, headers = read_checkpoint(path, layout)
+            return describe_drafter(spec) | _sizes(headers.values())
+        if layout is not None:
+            raise CheckpointError(f"{path} is not a drafter, so it has no layout to override")
+        target, found = DecoderSpec.from_hf(config), read_headers(path).values()
+    check_target(target, (Stored(header.name, header.shape, header.dtype) for header in found), str(path))
+    return describe_target(target) | _sizes(found)
 
 
 def is_drafter(config: dict[str, Any]) -> bool:
@@ -104,11 +109,13 @@ def _sizes(headers: Iterable[TensorHeader]) -> dict[str, Any]:
 def _describe_gguf(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist")
-    from slipstream.models.gguf import TYPES, GGUFFile  # brings numpy, which the other reports do without
+    from slipstream.models.gguf import GGUFFile  # brings numpy, which the other reports do without
+    from slipstream.models.gguf_container import TYPES
 
     with GGUFFile(path) as file:
-        entries = list(file.entries.values())
-        return describe_target(file.spec()) | {
+        spec, entries = file.spec(), list(file.entries.values())
+        check_target(spec, file.stored(), str(path))
+        return describe_target(spec) | {
             "tensors": len(entries),
             "values": sum(math.prod(entry.shape) for entry in entries),
             "bytes": sum(entry.num_bytes for entry in entries),

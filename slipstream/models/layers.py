@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.models.spec import DecoderSpec, RopeSpec
+from slipstream.models.rope import RopeSpec
+from slipstream.models.spec import DecoderSpec
 from slipstream.ops.linear import linear, prepack
 from slipstream.ops.norm import rms_norm
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from slipstream.errors import CheckpointError
 from slipstream.models.checkpoint import DrafterSpec, default_target_layer_ids, expected_tensors, spec_from_config
-from slipstream.models.headers import read_json
+from slipstream.models.folder import member, read_json
 from slipstream.models.inspect import describe_drafter, describe_target, is_drafter
 from slipstream.models.layout import decide_layout
 from slipstream.models.locate import RANDOM, built_in_drafters
@@ -147,7 +147,7 @@ def config_of(shape: str) -> dict[str, Any]:
         return dict(TARGET_SHAPES[shape.lower()])
     path = built_in_drafters().get(shape) or Path(shape).expanduser()
     if path.is_dir():
-        return read_json(path / "config.json")
+        return read_json(member(path, "config.json"))
     if not path.is_file():
         raise CheckpointError(f"there is no shape {shape!r}; {_WHAT_SHAPES_ARE}")
     return read_json(path)

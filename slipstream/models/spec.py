@@ -5,12 +5,12 @@ A key that would change the maths and is not honoured is refused by name; keys a
 are ignored. No torch here: the scheduler and the command line read specs too.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from slipstream.errors import CheckpointError
+from slipstream.models.rope import RopeSpec, short
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -26,7 +26,6 @@ _COMMON_DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": False,
     "attention_bias": False,
     "mlp_bias": False,
-    "rope_theta": 10000.0,
 }
 
 # Keys that are honoured here.
@@ -105,131 +104,12 @@ _MATHS = (
 
 
 # Far above every real model. What exceeds them is a slip or an attack, and would only end in a lack of memory.
-MAX_COUNT, MAX_LAYERS = 2**24, 4096
+MAX_COUNT, MAX_LAYERS, MAX_POSITIONS = 2**24, 4096, 2**22
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RopeSpec:
-    """Rotary frequencies. `models.layers.inverse_frequencies` turns them into numbers."""
-
-    theta: float
-    scaling: str = "none"  # none | linear | dynamic | llama3 | yarn | factors
-    factor: float = 1.0  # linear, llama3, yarn; dynamic acts only beyond max_position_embeddings, which is never served
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    original_max_position: int = 0  # llama3, yarn
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: round the correction range to whole dimensions
-    attention_factor: float = 1.0  # yarn: multiplies cos and sin
-    divisors: tuple[float, ...] = ()  # factors: one per frequency, from a GGUF `rope_freqs` tensor  [head_dim / 2]
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> "RopeSpec":
-        """From `rope_parameters` (newer files) or `rope_theta` and `rope_scaling` (older ones)."""
-        given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        if not isinstance(given, Mapping):
-            raise CheckpointError(f"config.json: rope_scaling must be an object or null, found {_short(given)}")
-        given = dict(given)
-        if any(isinstance(value, Mapping) for value in given.values()):
-            raise CheckpointError("config.json: rope_parameters differ by layer type, which is not supported")
-        kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
-        given.pop("type", None)
-        theta = float(given.pop("rope_theta", None) or config.get("rope_theta") or _COMMON_DEFAULTS["rope_theta"])
-        partial = given.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-        if partial != 1.0:
-            raise CheckpointError(f"config.json: partial_rotary_factor {partial} is not supported, only 1.0")
-        if not 0 < theta < math.inf:
-            raise CheckpointError(f"config.json: rope_theta must be a finite number above 0, found {theta}")
-        if not isinstance(kind, str) or kind not in _ROPE_READERS:
-            known = ", ".join(["default", *(name for name in _ROPE_READERS if name != "default")])
-            raise CheckpointError(f"config.json: rope type {kind!r} is not supported (known: {known})")
-        positions = int(config.get("max_position_embeddings") or 0)
-        return _ROPE_READERS[kind](theta, given, config, positions)
-
-
-def _rope_none(theta: float, given: dict[str, Any], config: Mapping[str, Any], positions: int) -> RopeSpec:
-    # A left-over `factor` or `original_max_position_embeddings` beside type "default" has no effect in transformers.
-    return RopeSpec(theta=theta)
-
-
-def _rope_linear(theta: float, given: dict[str, Any], config: Mapping[str, Any], positions: int) -> RopeSpec:
-    return RopeSpec(theta=theta, scaling="linear", factor=_rope_number(given, "linear", "factor"))
-
-
-def _rope_dynamic(theta: float, given: dict[str, Any], config: Mapping[str, Any], positions: int) -> RopeSpec:
-    original = given.get("original_max_position_embeddings")
-    if original is not None and int(original) < positions:
-        raise CheckpointError(
-            f"config.json: dynamic RoPE scaling from {original} to {positions} positions depends on the length of each "
-            "request and is not supported; set max_position_embeddings to the original length, or use yarn"
-        )
-    return RopeSpec(theta=theta, scaling="dynamic", factor=_rope_number(given, "dynamic", "factor"))
-
-
-def _rope_llama3(theta: float, given: dict[str, Any], config: Mapping[str, Any], positions: int) -> RopeSpec:
-    return RopeSpec(
-        theta=theta,
-        scaling="llama3",
-        factor=_rope_number(given, "llama3", "factor"),
-        low_freq_factor=_rope_number(given, "llama3", "low_freq_factor"),
-        high_freq_factor=_rope_number(given, "llama3", "high_freq_factor"),
-        original_max_position=_original_positions(given, config, positions),
-    )
-
-
-def _rope_yarn(theta: float, given: dict[str, Any], config: Mapping[str, Any], positions: int) -> RopeSpec:
-    original = _original_positions(given, config, positions)
-    factor = float(given.get("factor") or positions / original)
-    return RopeSpec(
-        theta=theta,
-        scaling="yarn",
-        factor=factor,
-        original_max_position=original,
-        beta_fast=float(given.get("beta_fast") or 32.0),
-        beta_slow=float(given.get("beta_slow") or 1.0),
-        truncate=bool(given.get("truncate", True)),
-        attention_factor=_yarn_attention_factor(given, factor),
-    )
-
-
-_ROPE_READERS = {
-    "default": _rope_none,
-    "none": _rope_none,
-    "linear": _rope_linear,
-    "dynamic": _rope_dynamic,
-    "llama3": _rope_llama3,
-    "yarn": _rope_yarn,
-}
-
-
-def _rope_number(given: Mapping[str, Any], kind: str, key: str) -> float:
-    value = given.get(key)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-        raise CheckpointError(f"config.json: rope type {kind} needs {key} as a number above 0, found {value!r}")
-    return float(value)
-
-
-def _original_positions(given: Mapping[str, Any], config: Mapping[str, Any], positions: int) -> int:
-    keys = "original_max_position_embeddings"
-    original = int(config.get(keys) or given.get(keys) or positions)
-    if original <= 0:
-        raise CheckpointError(f"config.json: {keys} must be above 0, found {original}")
-    return original
-
-
-def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """The growth of attention logits that YaRN compensates: 0.1 weight ln(factor) + 1 (arXiv 2309.00071, eq. 22)."""
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-
-
-def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
-    if given.get("attention_factor") is not None:
-        return float(given["attention_factor"])
-    over, under = given.get("mscale"), given.get("mscale_all_dim")
-    if over and under:
-        return yarn_magnitude(factor, float(over)) / yarn_magnitude(factor, float(under))
-    return yarn_magnitude(factor)
+def most_of(key: str) -> int:
+    """The largest value that a count of a config.json may have."""
+    return {"num_hidden_layers": MAX_LAYERS, "max_position_embeddings": MAX_POSITIONS}.get(key, MAX_COUNT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -284,11 +164,12 @@ class DecoderSpec:
         num_layers = _required(config, "num_hidden_layers")
         num_heads = _required(config, "num_attention_heads")
         hidden_size = _required(config, "hidden_size")
+        max_position = _required(values, "max_position_embeddings")
         if family != "llama" and values.get("mlp_bias"):
             raise CheckpointError(f"config.json: mlp_bias is not part of {family}")
         for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
             if not isinstance(values[key], bool):
-                raise CheckpointError(f"config.json: {key} must be true or false, found {_short(values[key])}")
+                raise CheckpointError(f"config.json: {key} must be true or false, found {short(values[key])}")
         try:
             sliding_window, layer_types = read_layer_types(config, num_layers, family)
             rope = RopeSpec.from_hf(values)
@@ -307,7 +188,7 @@ class DecoderSpec:
             head_dim=_required({"head_dim": hidden_size // num_heads} | _given(values), "head_dim"),
             rms_norm_eps=_epsilon(values["rms_norm_eps"]),
             rope=rope,
-            max_position_embeddings=_required(values, "max_position_embeddings"),
+            max_position_embeddings=max_position,
             tie_word_embeddings=values["tie_word_embeddings"],
             qkv_bias=family == "qwen2" or values["attention_bias"],
             o_bias=family != "qwen2" and values["attention_bias"],
@@ -327,7 +208,7 @@ def refuse_unknown_maths(config: Mapping[str, Any], honoured: frozenset[str]) ->
             continue
         if any(part in key.lower() for part in _MATHS):
             raise CheckpointError(
-                f"config.json: {key} = {_short(value)} changes the arithmetic in a way that is not supported; "
+                f"config.json: {key} = {short(value)} changes the arithmetic in a way that is not supported; "
                 "use a checkpoint without it"
             )
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
@@ -347,7 +228,7 @@ def read_layer_types(config: Mapping[str, Any], num_layers: int, family: str) ->
         first = int(config.get("max_window_layers", 28)) if enabled else num_layers
         kinds = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        raise CheckpointError(f"config.json: layer_types must be a list of names, found {_short(kinds)}")
+        raise CheckpointError(f"config.json: layer_types must be a list of names, found {short(kinds)}")
     if SLIDING in kinds and window is None:
         raise CheckpointError(
             f"config.json: layer_types names {SLIDING}, but no window is set; "
@@ -360,14 +241,14 @@ def token_ids(value: Any) -> tuple[int, ...]:
     """An id, a list of ids or None, as found in configs, as a tuple."""
     ids = [] if value is None else value if isinstance(value, list | tuple) else [value]
     if not all(type(one) is int for one in ids):
-        raise CheckpointError(f"a token id must be a whole number, found {_short(value)} (bos_token_id, eos_token_id)")
+        raise CheckpointError(f"a token id must be a whole number, found {short(value)} (bos_token_id, eos_token_id)")
     return tuple(ids)
 
 
 def _required(config: Mapping[str, Any], key: str) -> int:
-    value, most = config.get(key), MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
+    value, most = config.get(key), most_of(key)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
-        raise CheckpointError(f"config.json: {key} must be a whole number from 1 to {most}, found {_short(value)}")
+        raise CheckpointError(f"config.json: {key} must be a whole number from 1 to {most}, found {short(value)}")
     return value
 
 
@@ -377,7 +258,7 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _epsilon(value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
-        raise CheckpointError(f"config.json: rms_norm_eps must be a number from 0 to 1, found {_short(value)}")
+        raise CheckpointError(f"config.json: rms_norm_eps must be a number from 0 to 1, found {short(value)}")
     return float(value)
 
 
@@ -386,6 +267,8 @@ def _check_spec(spec: DecoderSpec) -> None:
         raise CheckpointError(
             f"num_attention_heads {spec.num_heads} is not a multiple of num_key_value_heads {spec.num_kv_heads}"
         )
+    if not 0 <= spec.rms_norm_eps < 1:
+        raise CheckpointError(f"the epsilon of the norms must be a number from 0 to 1, found {spec.rms_norm_eps!r}")
     if spec.head_dim % 2:
         raise CheckpointError(f"head_dim {spec.head_dim} is odd; RoPE needs pairs")
     if len(spec.layer_types) != spec.num_layers:
@@ -399,8 +282,3 @@ def _check_spec(spec: DecoderSpec) -> None:
         raise CheckpointError(
             f"rope_freqs holds {len(spec.rope.divisors)} factors for {spec.head_dim // 2} frequencies"
         )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

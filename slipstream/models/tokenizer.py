@@ -11,47 +11,20 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from slipstream.errors import CheckpointError, RequestError
-from slipstream.models.gguf import GGUFFile
-from slipstream.models.headers import read_json
+from slipstream.errors import CheckpointError, EngineError, RequestError
+from slipstream.models.folder import member, naming, read_json, read_text
+from slipstream.models.gguf_tokenizer import read_gguf
 from slipstream.models.spec import token_ids
+from slipstream.models.template import shared_renderer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoding shows for bytes that are no (or not yet a) character
+_MAX_TOKENIZER_BYTES, _MAX_TEMPLATE_BYTES = 64_000_000, 1_000_000
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
-
-# The splits of Llama 3 and Qwen2, as their published tokenizer.json files have them; they differ in how digits group.
-_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Pre:
-    """What `tokenizer.ggml.pre` stands for."""
-
-    digits_alone: bool = False  # each digit is a piece of its own, cut before all else
-    split: str | None = None  # None: the split of GPT-2, built into the byte-level step
-    nfc: bool = False
-    ignore_merges: bool = False  # a piece that is a token is taken whole
-    add_bos: bool = False  # where the file does not say
-
-
-_PRE_TOKENIZERS: Mapping[str, _Pre] = {
-    "smollm": _Pre(digits_alone=True),
-    "llama-bpe": _Pre(split=_SPLIT % "{1,3}", ignore_merges=True, add_bos=True),
-    "qwen2": _Pre(split=_SPLIT % "", nfc=True),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +49,12 @@ class Tokenizer:
         """Token ids of a text. `add_special` puts the model's begin token first, if the model uses one."""
         if any("\ud800" <= char <= "\udfff" for char in text):
             raise RequestError("the text holds a lone surrogate, which is no character; decode it properly first")
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special and self.add_bos is None).ids
+        try:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special and self.add_bos is None).ids
+        except BaseException as error:
+            if _is_libraries(error):
+                raise RequestError(f"the tokenizer of {self.source} cannot read this text: {error}") from error
+            raise
         if add_special and self.add_bos and self.bos_token_id is not None:
             return [self.bos_token_id, *ids]
         return ids
@@ -87,7 +65,21 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of token ids; ids that are no token of the vocabulary give no text."""
-        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special))
+        try:
+            return str(self.backend.decode(list(ids), skip_special_tokens=skip_special))
+        except BaseException as error:
+            if _is_libraries(error):
+                raise EngineError(f"the tokenizer of {self.source} cannot write these tokens: {error}") from error
+            raise
+
+    def tokens_from(self, first: int) -> dict[int, str]:
+        """The tokens whose ids are `first` and above, by id: added ones and those of the vocabulary proper."""
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        return {token_id: text for text, token_id in sorted(vocabulary.items(), key=_by_id) if token_id >= first}
+
+    def is_added(self, token_id: int) -> bool:
+        """Whether a token stands beside the vocabulary proper: plain text is never encoded to it."""
+        return token_id in self.backend.get_added_tokens_decoder()
 
     @property
     def has_byte_fallback(self) -> bool:
@@ -146,12 +138,7 @@ class Tokenizer:
                 raise RequestError(f"messages[{index}] must be an object with a role and a content")
         values: dict[str, Any] = {"tools": None, "documents": None, **self.special_tokens, **variables}
         values |= {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
-        try:
-            return _template(self.chat_template).render(values)
-        except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(f"{self.source}: the chat template is malformed: {error}") from error
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise RequestError(f"the chat template of {self.source} refuses these messages: {error}") from error
+        return shared_renderer().render(self.chat_template, values, self.source)
 
 
 class TextStream:
@@ -209,10 +196,15 @@ class TextStream:
         return self._tokenizer.decode(ids, self._skip_special)
 
 
+def _by_id(item: tuple[str, int]) -> int:
+    return item[1]
+
+
 def load_tokenizer(path: Path) -> Tokenizer:
     """From a model folder or a GGUF file; raises CheckpointError naming what is missing or not supported."""
     path = Path(path)
-    found = _read_gguf(path) if path.is_file() else _read_folder(path)
+    with naming(path):
+        found = read_gguf(path) if path.is_file() else _read_folder(path)
     backend: tokenizers.Tokenizer = found["backend"]
     added = backend.get_added_tokens_decoder()
     return Tokenizer(
@@ -224,18 +216,19 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def _read_folder(folder: Path) -> dict[str, Any]:
-    file = folder / "tokenizer.json"
+    file = member(folder, "tokenizer.json")
     if not file.is_file():
         raise CheckpointError(f"{folder} has no tokenizer.json; save the model's fast tokenizer there")
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception for whatever is wrong with the file
-        raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}") from error
-    backend.no_truncation()
-    backend.no_padding()
-    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    specials = {name: _content(config[name]) for name in _SPECIAL_NAMES if config.get(name)}
+    backend = _backend(file)
+    config = _if_there(folder, "tokenizer_config.json")
+    specials = {name: _content(folder, name, config[name]) for name in _SPECIAL_NAMES if config.get(name)}
     ids = {name: backend.token_to_id(text) for name, text in specials.items()}
+    for name in ("bos_token", "eos_token"):  # the others are never looked for
+        if name in ids and ids[name] is None:
+            raise CheckpointError(
+                f"{folder / 'tokenizer_config.json'} names the {name} {specials[name]!r}, which {file.name} does not have; "
+                "the two belong to different models: fetch both again"
+            )
     return {
         "backend": backend,
         "bos_token_id": ids.get("bos_token"),
@@ -245,74 +238,56 @@ def _read_folder(folder: Path) -> dict[str, Any]:
     }
 
 
+def _backend(file: Path) -> tokenizers.Tokenizer:
+    text = read_text(file, _MAX_TOKENIZER_BYTES)
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode("")  # puts in the special tokens of its post-processor, if they are there
+    except BaseException as error:
+        if _is_libraries(error):
+            raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}; fetch it again") from error
+        raise
+    return backend
+
+
+def _is_libraries(error: BaseException) -> bool:
+    """Whether the library raised it: an Exception for whatever it does not like, or a panic, which is none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _if_there(folder: Path, name: str) -> dict[str, Any]:
+    """A config that a folder may lack."""
+    file = member(folder, name)
+    return read_json(file) if file.is_file() else {}
+
+
 def _folder_eos(folder: Path, own: int | None) -> tuple[int, ...]:
     """The tokenizer's end token and those that the model's configs name; generation_config.json often names more."""
-    files = [folder / name for name in ("generation_config.json", "config.json")]
-    named = [token_ids(read_json(file).get("eos_token_id")) for file in files if file.is_file()]
+    configs = [_if_there(folder, name) for name in ("generation_config.json", "config.json")]
+    named = [token_ids(config.get("eos_token_id")) for config in configs]
     return tuple(dict.fromkeys((*token_ids(own), *(one for ids in named for one in ids))))
 
 
 def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
+    file = member(folder, "chat_template.jinja")
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return read_text(file, _MAX_TEMPLATE_BYTES)
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
         named = {str(one.get("name")): one.get("template") for one in template if isinstance(one, Mapping)}
         template = named.get("default")
     if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"{folder / 'tokenizer_config.json'}: chat_template is not a text")
+        raise CheckpointError(f"{folder / 'tokenizer_config.json'}: chat_template is not a text; mend it")
     return template
 
 
-def _content(token: Any) -> str:
-    return str(token["content"]) if isinstance(token, Mapping) else str(token)
-
-
-def _read_gguf(path: Path) -> dict[str, Any]:
-    with GGUFFile(path) as file:
-        metadata = {key.removeprefix("tokenizer."): value for key, value in file.metadata.items()}
-        eos_token_ids = file.eos_token_ids
-    kind, pre_name = metadata.get("ggml.model"), str(metadata.get("ggml.pre"))
-    if kind != "gpt2":
-        raise CheckpointError(f"{path}: tokenizer.ggml.model {kind!r} is not supported, only 'gpt2' (byte-level BPE)")
-    if pre_name not in _PRE_TOKENIZERS:
-        known = ", ".join(_PRE_TOKENIZERS)
-        raise CheckpointError(f"{path}: tokenizer.ggml.pre {pre_name!r} is not supported (known: {known})")
-    tokens: list[str] = metadata.get("ggml.tokens") or []
-    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: metadata.get(f"ggml.{key}_token_id") for name, key in keys.items()}
-    return {
-        "backend": _byte_level(path, metadata, tokens, _PRE_TOKENIZERS[pre_name]),
-        "bos_token_id": ids["bos_token"],
-        "eos_token_ids": eos_token_ids,
-        "add_bos": bool(metadata.get("ggml.add_bos_token", _PRE_TOKENIZERS[pre_name].add_bos)),
-        "special_tokens": {name: tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)},
-        "chat_template": metadata.get("chat_template"),
-    }
-
-
-def _byte_level(path: Path, metadata: Mapping[str, Any], tokens: list[str], pre: _Pre) -> tokenizers.Tokenizer:
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("ggml.merges") or []]
-    vocab = {token: index for index, token in enumerate(tokens)}
-    try:
-        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges)
-    except Exception as error:  # the library raises plain Exception, for example for a merge without its token
-        raise CheckpointError(f"{path}: tokenizer.ggml.tokens and merges do not fit together: {error}") from error
-    backend = tokenizers.Tokenizer(model)
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits_alone else []
-    if pre.split is not None:
-        steps.append(pre_tokenizers.Split(Regex(pre.split), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.split is None))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    backend.decoder = decoders.ByteLevel()
-    if pre.nfc:
-        backend.normalizer = normalizers.NFC()
-    kinds = metadata.get("ggml.token_type") or []
-    typed = list(zip(tokens, kinds, strict=False))
-    backend.add_special_tokens([AddedToken(t, normalized=False) for t, kind in typed if kind == _CONTROL])
-    backend.add_tokens([AddedToken(t, normalized=False) for t, kind in typed if kind == _USER_DEFINED])
-    return backend
+def _content(folder: Path, name: str, token: Any) -> str:
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if not isinstance(text, str):
+        raise CheckpointError(f"{folder / 'tokenizer_config.json'}: {name} is {token!r}, it must be a text; mend it")
+    return text
 
 
 def _piece_bytes(backend: tokenizers.Tokenizer) -> Callable[[str], bytes] | None:
@@ -347,31 +322,3 @@ def byte_alphabet() -> dict[str, int]:
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-@functools.lru_cache(maxsize=16)
-def _template(text: str) -> jinja2.Template:
-    """Compiled once: that takes milliseconds, and rendering a conversation some ten microseconds."""
-    return _environment().from_string(text)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Where chat templates run: files from strangers, so no attribute of Python's own and no change to its input."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    return environment
-
-
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)

@@ -1,8 +1,9 @@
 """Filling networks from files: every tensor of the file is used, every tensor of the network is found, or it fails.
 
-`load_decoder` reads a Hugging Face folder or a GGUF file; `fill` is shared with the drafters' loader. Tensors stream
-one at a time from the file into parameters that already have their final type and place, so the peak is the model
-plus one tensor. Pickle files are never opened. Knows nothing of requests or caches; called by `LLM`, the trainer and
+`load_decoder` reads a Hugging Face folder or a GGUF file; `fill` takes any network. Names, shapes and types are
+compared with the headers before memory is taken for weights. Tensors then stream one at a time from the file into
+parameters that already have their final type and place, so the peak is the model plus one tensor; one that holds NaN
+or infinity is refused by name. Pickle files are never opened. Knows nothing of requests or caches; called by `LLM`, the trainer and
 `inspect`.
 """
 
@@ -15,19 +16,18 @@ from torch import Tensor, nn
 
 from slipstream.errors import CapacityError, CheckpointError
 from slipstream.models.decoder import Decoder
+from slipstream.models.folder import member, naming, read_json
 from slipstream.models.gguf import GGUFFile
-from slipstream.models.headers import read_json, weight_files
+from slipstream.models.headers import read_headers, weight_files
 from slipstream.models.layers import PackedLinear
 from slipstream.models.spec import DecoderSpec, token_ids
+from slipstream.models.tensors import TIED, Matching, Stored, check_target
 
 # A packed layer and the layers of the file whose rows it holds, in order (the rows of each are `PackedLinear.parts`).
 PACKING: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-# Tables that old files store although they follow from config.json.
-_DERIVED = ("rotary_emb.inv_freq",)
-_NAMES_SHOWN = 3
 
 
 def read_spec(path: Path) -> DecoderSpec:
@@ -35,12 +35,13 @@ def read_spec(path: Path) -> DecoderSpec:
     if path.is_file():
         with GGUFFile(path) as file:
             return file.spec()
-    config = read_json(path / "config.json")
-    generation = path / "generation_config.json"
-    if generation.is_file():  # its list of end tokens is the complete one; config.json often names only the first
-        both = token_ids(config.get("eos_token_id")) + token_ids(read_json(generation).get("eos_token_id"))
-        config = {**config, "eos_token_id": list(dict.fromkeys(both))}
-    return DecoderSpec.from_hf(config)
+    config = read_json(member(path, "config.json"))
+    generation = member(path, "generation_config.json")
+    with naming(path):
+        if generation.is_file():  # its list of end tokens is the complete one; config.json often names only the first
+            both = token_ids(config.get("eos_token_id")) + token_ids(read_json(generation).get("eos_token_id"))
+            config = {**config, "eos_token_id": list(dict.fromkeys(both))}
+        return DecoderSpec.from_hf(config)
 
 
 def load_decoder(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
@@ -48,12 +49,16 @@ def load_decoder(path: Path, dtype: torch.dtype, device: torch.device | str = "c
     path = Path(path)
     if path.is_file():
         with GGUFFile(path) as file:
-            decoder = empty_decoder(file.spec(), dtype, device)
+            spec = file.spec()
+            check_target(spec, file.stored(), str(path))
+            decoder = empty_decoder(spec, dtype, device)
             fill(decoder, _from_numpy(file), source=str(path))
         return decoder
-    decoder = empty_decoder(read_spec(path), dtype, device)
-    aliases = {"lm_head.weight": "embed_tokens.weight"} if decoder.spec.tie_word_embeddings else {}
-    fill(decoder, read_tensors(path), source=str(path), aliases=aliases)
+    spec = read_spec(path)
+    headers = read_headers(path).values()
+    check_target(spec, (Stored(header.name, header.shape, header.dtype) for header in headers), str(path))
+    decoder = empty_decoder(spec, dtype, device)
+    fill(decoder, read_tensors(path), source=str(path), aliases=TIED if spec.tie_word_embeddings else None)
     return decoder
 
 
@@ -91,31 +96,19 @@ def fill(
     surplus, doubled, of another shape, or not of floats where floats are expected.
     """
     places = destinations(module, packing)
-    missing = set(places)
+    matching = Matching({name: tuple(place.shape) for name, place in places.items()}, source, aliases)
     copies: dict[str, tuple[str, Tensor]] = {}
-    surplus: list[str] = []
     for given, value in tensors:
-        name = bare_name(given)
-        if name.endswith(_DERIVED):
+        name = matching.place(given, tuple(value.shape))
+        if name is None:
             continue
-        if aliases and name in aliases:
-            copies[given] = (aliases[name], value)
-        elif name not in places:
-            surplus.append(given)
-        elif name not in missing:
-            raise CheckpointError(f"{source}: tensor {given} is stored twice (as {name} with and without a prefix)")
+        if matching.is_alias(given):
+            copies[given] = (name, value)
         else:
-            _copy(places[name], value, given, source)
-            missing.discard(name)
-    if surplus:
-        raise CheckpointError(
-            f"{source}: {_some(surplus)} not used by this network; the weights do not belong to this config.json, "
-            "or hold layers that are not supported"
-        )
-    if missing:
-        raise CheckpointError(f"{source}: {_some(sorted(missing))} missing; {_missing_remedy(missing)}")
+            copy(places[name], value, given, source)
+    matching.finish()
     for given, (name, value) in copies.items():
-        if value.shape != places[name].shape or not torch.equal(value.to(places[name]), places[name]):
+        if not torch.equal(value.to(places[name]), places[name]):
             raise CheckpointError(
                 f"{source}: tensor {given} differs from {name}, but the config says that they are tied; "
                 "set tie_word_embeddings to false, or remove the tensor"
@@ -139,41 +132,36 @@ def destinations(module: nn.Module, packing: Mapping[str, tuple[str, ...]] = PAC
     return places
 
 
-def bare_name(name: str) -> str:
-    """A tensor's name without the "model." that some files put before it."""
-    while name.startswith("model."):
-        name = name.removeprefix("model.")
-    return name
-
-
 @torch.no_grad()
-def _copy(place: Tensor, value: Tensor, name: str, source: str) -> None:
-    if value.shape != place.shape:
-        raise CheckpointError(
-            f"{source}: tensor {name} has shape {list(value.shape)}, the config asks for {list(place.shape)}; "
-            "the weights do not belong to this config.json"
-        )
+def copy(place: Tensor, value: Tensor, name: str, source: str) -> None:
+    """Fill `place` of the same shape. CheckpointError for another kind of number, or one that is not finite."""
     if place.is_floating_point() != value.is_floating_point() or value.element_size() == 1:
         raise CheckpointError(
             f"{source}: tensor {name} is stored as {str(value.dtype).removeprefix('torch.')}, "
             f"which cannot be read as {str(place.dtype).removeprefix('torch.')}; use a checkpoint that is not quantised"
         )
     place.copy_(value)
+    if place.is_floating_point() and place.numel() and not is_finite(place):
+        raise CheckpointError(f"{source}: tensor {name} {_not_finite(place, value)}")
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinity: one pass, of a speed near that of memory, and no copy."""
+    low, high = torch.aminmax(tensor)  # NaN, if there is one
+    return bool(low.isfinite() & high.isfinite())
+
+
+def _not_finite(place: Tensor, value: Tensor) -> str:
+    if is_finite(value):
+        largest = float(value.abs().amax())
+        return (
+            f"holds {largest:g}, which is more than {str(place.dtype).removeprefix('torch.')} can hold; "
+            "load the model in another dtype"
+        )
+    count = int((~value.isfinite()).sum())
+    return f"holds {count} values that are not finite (NaN or infinite): the file is damaged; fetch it again"
 
 
 def _from_numpy(file: GGUFFile) -> Iterator[tuple[str, Tensor]]:
     for name, values in file.tensors():
         yield name, torch.from_numpy(values)
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    if len(names) == 1:
-        return f"tensor {shown} is"
-    return f"tensors {shown}{f' and {len(names) - _NAMES_SHOWN} more' if len(names) > _NAMES_SHOWN else ''} are"
-
-
-def _missing_remedy(missing: set[str]) -> str:
-    if missing == {"lm_head.weight"}:
-        return "set tie_word_embeddings to true if the embedding is the output head, else fetch the files again"
-    return "the files are incomplete or do not belong to this config.json; fetch them again"

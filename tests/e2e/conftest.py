@@ -12,7 +12,8 @@ from tokenizers import AddedToken, decoders, pre_tokenizers
 from slipstream.models.checkpoint import DrafterSpec
 from slipstream.models.decoder import Decoder
 from slipstream.models.drafters import BlockDrafter, save_drafter
-from slipstream.models.spec import FULL, DecoderSpec, RopeSpec
+from slipstream.models.rope import RopeSpec
+from slipstream.models.spec import FULL, DecoderSpec
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|mask|>")
 TEMPLATE = (

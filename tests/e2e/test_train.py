@@ -20,7 +20,8 @@ from slipstream.models.block_attend import DenseBlockAttend
 from slipstream.models.decoder import Decoder
 from slipstream.models.drafters import BlockDrafter, load_drafter
 from slipstream.models.layers import DenseAttend
-from slipstream.models.spec import DecoderSpec, RopeSpec
+from slipstream.models.rope import RopeSpec
+from slipstream.models.spec import DecoderSpec
 from slipstream.ops.lookup import lookup
 from slipstream.options import build
 from slipstream.train.answers import Answer, AnswerSet, Job, SlotGenerator

@@ -11,7 +11,7 @@ from slipstream.kernels.attention import Launch, Tiles, Workspace, paged_attenti
 from slipstream.kernels.own_attention import block_attention, decode_attention
 from slipstream.kernels.rope import rope_and_store
 from slipstream.models.layers import Rotary
-from slipstream.models.spec import RopeSpec
+from slipstream.models.rope import RopeSpec
 from tests.kernels.steps import NAN, TINY_LAUNCH, Shape, Step, assert_close, one_row, workspace
 
 # The interpreter is NumPy, which warns of what padding rows do: 1 / 0, and a maximum of nothing but NaN.

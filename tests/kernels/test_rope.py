@@ -6,7 +6,7 @@ from torch import Tensor
 
 from slipstream.kernels.rope import rope_and_store, store_context
 from slipstream.models.layers import Rotary
-from slipstream.models.spec import RopeSpec
+from slipstream.models.rope import RopeSpec
 from slipstream.ops.norm import rms_norm
 from slipstream.ops.rope import apply_rope
 

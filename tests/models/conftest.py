@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from slipstream.models.checkpoint import DrafterSpec
-from slipstream.models.spec import FULL, DecoderSpec, RopeSpec
+from slipstream.models.rope import RopeSpec
+from slipstream.models.spec import FULL, DecoderSpec
 
 
 @pytest.fixture

@@ -28,7 +28,10 @@ from slipstream.models.dialect_configs import config_from_spec
 from slipstream.models.headers import TensorHeader, read_headers
 from slipstream.models.inspect import describe
 from slipstream.models.layout import decide_layout
-from slipstream.models.spec import FULL, SLIDING, DecoderSpec, RopeSpec
+from slipstream.models.rope import RopeSpec
+from slipstream.models.shapes import num_values
+from slipstream.models.spec import FULL, SLIDING, DecoderSpec
+from slipstream.models.tensors import target_tensors
 
 QWEN3_8B = {
     "model_type": "qwen3", "num_hidden_layers": 5, "num_target_layers": 36, "hidden_size": 4096,
@@ -428,23 +431,6 @@ def test_a_damaged_header_is_refused(
         read_headers(tmp_path)
 
 
-def test_an_empty_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
-        read_headers(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "sub/x.safetensors", "weights.bin"])
-def test_an_index_stays_inside_its_folder(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "model"
-    (folder / "sub").mkdir(parents=True)
-    for place in (tmp_path / "outside.safetensors", folder / "sub" / "x.safetensors"):
-        write_file(place, {"a": ENTRY}, 24)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(CheckpointError, match=r"must be a \.safetensors file of the same folder"):
-        read_headers(folder)
-
-
 def test_a_digest_of_the_weights_changes_with_them_and_reads_a_bounded_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -480,12 +466,6 @@ def test_a_shard_that_is_missing_and_a_tensor_in_two_shards(tmp_path: Path) -> N
         read_headers(tmp_path)
     write_file(tmp_path / "two.safetensors", {"a": ENTRY}, 24)
     with pytest.raises(CheckpointError, match=r"tensor a is in both one.safetensors and two.safetensors"):
-        read_headers(tmp_path)
-
-
-def test_pickles_are_never_opened(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"cposix\nsystem\n")
-    with pytest.raises(CheckpointError, match=r"pytorch_model.bin is a pickle and is never opened"):
         read_headers(tmp_path)
 
 
@@ -530,9 +510,13 @@ def test_describe_a_target_folder(tmp_path: Path) -> None:
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    write_file(tmp_path / "model.safetensors", {"a": ENTRY}, 24)
+    entries, at = {}, 0
+    for name, shape in target_tensors(DecoderSpec.from_hf(config)).items():
+        entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at := at + 2 * math.prod(shape)]}
+    write_file(tmp_path / "model.safetensors", entries, at)
     report = describe(tmp_path)
-    assert (report["kind"], report["family"], report["tensors"], report["bytes"]) == ("target", "qwen3", 1, 24)
+    assert (report["kind"], report["family"], report["tensors"]) == ("target", "qwen3", len(entries))
+    assert (report["bytes"], report["values"]) == (at, num_values(DecoderSpec.from_hf(config)))
     with pytest.raises(CheckpointError, match="is not a drafter"):
         describe(tmp_path, "fill_in")
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from slipstream.models.decoder import Decoder
 from slipstream.models.layers import DenseAttend, Rotary, inverse_frequencies, prepack_networks
 from slipstream.models.locate import resolve_target
-from slipstream.models.spec import FULL, SLIDING, DecoderSpec, RopeSpec
+from slipstream.models.rope import RopeSpec
+from slipstream.models.spec import FULL, SLIDING, DecoderSpec
 from slipstream.models.weights import destinations, load_decoder
 from tests.models.hf import LLAMA3, YARN, distance, reference, saved
 

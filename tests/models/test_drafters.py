@@ -17,7 +17,8 @@ from slipstream.models.block_attend import DenseBlockAttend
 from slipstream.models.checkpoint import DrafterSpec, expected_tensors
 from slipstream.models.decoder import Decoder
 from slipstream.models.drafters import BlockDrafter, load_drafter, save_drafter
-from slipstream.models.spec import FULL, SLIDING, DecoderSpec, RopeSpec
+from slipstream.models.rope import RopeSpec
+from slipstream.models.spec import FULL, SLIDING, DecoderSpec
 from slipstream.models.weights import destinations
 from slipstream.ops.attention import block_attention, plan_block
 

@@ -19,7 +19,8 @@ from slipstream.models.dialect_configs import deepspec_config, speculators_confi
 from slipstream.models.drafters import BlockDrafter, load_drafter, save_drafter
 from slipstream.models.export import ExportTarget, export_drafter
 from slipstream.models.inspect import describe
-from slipstream.models.spec import FULL, SLIDING, DecoderSpec, RopeSpec
+from slipstream.models.rope import RopeSpec
+from slipstream.models.spec import FULL, SLIDING, DecoderSpec
 from tests.models.folders import configure, drafts, edit, rename, shard, write_target
 from tests.models.test_checkpoint import DEEPSPEC, SPECFORGE, SPECULATORS, TAPS, Z_LAB
 

@@ -26,10 +26,12 @@ RANKS: dict[str, float] = {
     "slipstream.prompts": 0.2,
     "slipstream.loops": 0.2,
     "slipstream.files": 0.2,
+    "slipstream.child": 0.2,
     "slipstream.constraint": 0.3,
     "slipstream.ops": 1,
     "slipstream.kernels": 1.1,  # of ops they take constants; only what runs on a GPU imports them, for they need triton
     "slipstream.models": 2,
+    "slipstream.models.folder": 0.2,  # calibrations lie in model folders too
     "slipstream.models.export": 2.1,  # a calibration goes along
     "slipstream.cache.pages": 0.2,  # kernels know the null page and the scratch page
     "slipstream.cache.shared": 0.2,
@@ -85,6 +87,7 @@ TORCH_FREE = (
     "slipstream.prompts",
     "slipstream.loops",
     "slipstream.files",
+    "slipstream.child",
     "slipstream.request",
     "slipstream.answers",
     "slipstream.ledger",
@@ -93,6 +96,10 @@ TORCH_FREE = (
     "slipstream.commit",
     "slipstream.stream",
     "slipstream.models.spec",
+    "slipstream.models.rope",
+    "slipstream.models.tensors",
+    "slipstream.models.folder",
+    "slipstream.models.template",
     "slipstream.models.tokenizer",
     "slipstream.models.locate",
     "slipstream.models.shapes",

@@ -1,5 +1,6 @@
 """An engine that fails: who is told what, what goes on, and when the server gives up."""
 
+import dataclasses
 import json
 import threading
 from typing import Any
@@ -10,9 +11,10 @@ from slipstream.config import SamplingParams
 from slipstream.errors import RequestError
 from slipstream.llm import LLM
 from slipstream.load import Models
+from slipstream.models import template
 from slipstream.serve import engine_thread
 from slipstream.testing import assert_nothing_left
-from tests.serve.conftest import COMPLETIONS, Running, make_llm, serving, slowed
+from tests.serve.conftest import CHAT, COMPLETIONS, Running, make_llm, serving, slowed
 
 LONG = {"prompt": "once", "max_tokens": 200, "ignore_eos": True, "seed": 1, "temperature": 1, "return_token_ids": True}
 
@@ -50,6 +52,26 @@ def break_while_busy(running: Running) -> list[tuple[int, dict[str, Any]]]:
         for thread in threads:
             thread.join(60)
     return [*answers, (response.status_code, json.loads(rest[-1].removeprefix("data: ")))]
+
+
+def test_a_chat_template_without_end_fails_its_own_request(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And texts go on meanwhile."""
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    endless = dataclasses.replace(served.llm.tokenizer, chat_template=loops)
+    monkeypatch.setattr(served.llm, "tokenizer", endless)
+    monkeypatch.setattr(template, "MOST_SECONDS", 1.0)
+    answers: list[Any] = []
+    chat = {"messages": [{"role": "user", "content": "once"}], "max_tokens": 2}
+    thread = threading.Thread(target=lambda: answers.append(served.post(CHAT, **chat)))
+    thread.start()
+    assert served.post(COMPLETIONS, prompt="once", max_tokens=2).status_code == 200
+    assert not answers
+    thread.join(60)
+    assert answers[0].status_code == 500
+    assert "the chat template takes longer than 1 s" in answers[0].json()["error"]["message"]
+    assert served.http.get("/health").status_code == 200
+    monkeypatch.undo()
+    assert served.post(CHAT, **chat).status_code == 200
 
 
 def test_those_in_a_slot_fail_and_the_others_go_on(tiny_pair: Models) -> None:
