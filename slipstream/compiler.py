@@ -7,6 +7,7 @@ all LLMs of a process. The library, and torch with it, is imported at the first 
 """
 
 import atexit
+import json
 import os
 import random
 import signal
@@ -26,6 +27,7 @@ import numpy as np
 from slipstream.constraint import Constraint, allows, num_words
 from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.plan import Int32s, Int64s
+from slipstream.schema import as_compiled
 
 MOST_COMPILE_SECONDS = 20.0  # for a grammar to be compiled and tried, on a machine that may be busy
 MOST_PAUSE_SECONDS = 2.0  # of these for compiling alone: while that is done once more, others wait
@@ -255,6 +257,11 @@ def _chain(count: int) -> tuple[Int64s, Int64s]:
     return np.append(np.arange(1, count), -1), np.full(count, -1)
 
 
+def _compile_schema(compiler: Any, texts: tuple[str, ...]) -> Any:
+    text = json.dumps(as_compiled(json.loads(texts[0])), ensure_ascii=False)
+    return compiler.compile_json_schema(text, max_whitespace_cnt=MOST_WHITESPACE)
+
+
 def _compile_choice(compiler: Any, texts: tuple[str, ...]) -> Any:
     quoted = " | ".join('"' + "".join(map(_quoted, text)) + '"' for text in texts)
     return compiler.compile_grammar(f"root ::= {quoted}")
@@ -266,7 +273,7 @@ def _quoted(char: str) -> str:
 
 
 _COMPILE: dict[str, Callable[[Any, tuple[str, ...]], Any]] = {
-    "json": lambda compiler, texts: compiler.compile_json_schema(texts[0], max_whitespace_cnt=MOST_WHITESPACE),
+    "json": _compile_schema,
     "regex": lambda compiler, texts: compiler.compile_regex(texts[0]),
     "grammar": lambda compiler, texts: compiler.compile_grammar(texts[0]),
     "choice": _compile_choice,
