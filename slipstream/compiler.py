@@ -37,6 +37,7 @@ MOST_WHITESPACE = 16  # characters between two parts of JSON: a model that likes
 TRIED_TOKENS = 64  # of each walk
 TRIED_AT_RANDOM = 4  # walks
 TRIED_SECONDS = 0.5  # a walk's patience: less than an answer has
+_CHARS_OF_LIMITED, _CHARS_OF_JSON = r'::= (([^\"\\\r\n]))', r'::= (([^\0-\x1f\"\\]))'  # as the library prints them
 _CACHE_BYTES = 1 << 28
 _POLL_SECONDS = 0.05
 
@@ -258,8 +259,12 @@ def _chain(count: int) -> tuple[Int64s, Int64s]:
 
 
 def _compile_schema(compiler: Any, texts: tuple[str, ...]) -> Any:
+    """Strings of a limited length may hold control characters in the library's grammar, and not in JSON."""
     text = json.dumps(as_compiled(json.loads(texts[0])), ensure_ascii=False)
-    return compiler.compile_json_schema(text, max_whitespace_cnt=MOST_WHITESPACE)
+    if not ('"minLength"' in text or '"maxLength"' in text):
+        return compiler.compile_json_schema(text, max_whitespace_cnt=MOST_WHITESPACE)
+    grammar = str(library().Grammar.from_json_schema(text, max_whitespace_cnt=MOST_WHITESPACE))
+    return compiler.compile_grammar(grammar.replace(_CHARS_OF_LIMITED, _CHARS_OF_JSON))
 
 
 def _compile_choice(compiler: Any, texts: tuple[str, ...]) -> Any:

@@ -85,6 +85,14 @@ def test_formats_that_are_taken_are_honoured(name: str) -> None:
     assert not admits({"type": "string", "format": name}, '"zz {zz"')
 
 
+@pytest.mark.parametrize("schema", [STR, {**STR, "minLength": 1}, {**STR, "maxLength": 5}, {**STR, "minLength": 1, "maxLength": 5}])
+def test_strings_are_json(schema: dict[str, Any]) -> None:
+    for control in map(chr, range(32)):
+        assert not admits(schema, f'"a{control}"')
+    assert admits(schema, '"\x7fé😀"')
+    assert not admits(schema, '"a"b"')
+
+
 ATOMS = (
     "a", "b", "é", "😀", "[ab]", "[^a]", "[^é]", "[^😀a]", '["a]', '[^"]', ".", r"\s", r"\S", r"\w", r"\W", r'[\w"]', r"[^\w]", r'[^\\"]',
     "[é-ü]", "[^é-ü]", "[a-é]", r"[^\n]", '[é"]', r'["\w\n]', r"[^\\é]", "]", r"\u00e9", r"[^\u{1F600}]", "a{2}", "[^-]",
