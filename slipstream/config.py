@@ -83,8 +83,8 @@ class SamplingParams:
         if not _is_int(self.top_k) or not 0 <= self.top_k < 2**63:
             raise RequestError(f"top_k is {self.top_k!r}; it must be a whole number, 0 switches it off")
         self._check_shaping()
-        if not _is_int(self.max_tokens) or self.max_tokens < 1:
-            raise RequestError(f"max_tokens is {self.max_tokens!r}; ask for at least 1 token")
+        if not _is_int(self.max_tokens) or not 1 <= self.max_tokens < 2**63:  # min_tokens, below it, goes to the device
+            raise RequestError(f"max_tokens is {self.max_tokens!r}; ask for at least 1 token, in 63 bits")
         if not _is_int(self.min_tokens) or not 0 <= self.min_tokens <= self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens!r}; it must be a whole number from 0 (off) to max_tokens "
@@ -97,6 +97,7 @@ class SamplingParams:
         for token in self.stop_token_ids:
             if not _is_int(token) or token < 0:
                 raise RequestError(f"stop_token_ids holds {token!r}; token ids are whole numbers from 0")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is {self.ignore_eos!r}; it must be true or false")
         object.__setattr__(self, "stop", _stops(self.stop))
