@@ -26,7 +26,7 @@ def test_those_asked_for_last_are_kept() -> None:
 def test_big_ones_leave_room_for_fewer() -> None:
     kept = Outcomes(most=100, most_bytes=1000)
     for text in "abcde":
-        kept.put(ask(text), Compiled(400))
+        kept.put(ask(text), Compiled(350))
         kept.put(ask(text), Compiled(300))  # by two threads at once
     assert [kept.get(ask(text)) is not None for text in "abcde"] == [False, False, True, True, True]
     kept.put(ask("f"), Compiled(5000))
