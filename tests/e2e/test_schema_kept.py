@@ -85,7 +85,9 @@ def test_formats_that_are_taken_are_honoured(name: str) -> None:
     assert not admits({"type": "string", "format": name}, '"zz {zz"')
 
 
-@pytest.mark.parametrize("schema", [STR, {**STR, "minLength": 1}, {**STR, "maxLength": 5}, {**STR, "minLength": 1, "maxLength": 5}])
+@pytest.mark.parametrize(
+    "schema", [STR, {**STR, "minLength": 1}, {**STR, "maxLength": 5}, {**STR, "minLength": 1, "maxLength": 5}]
+)
 def test_strings_are_json(schema: dict[str, Any]) -> None:
     for control in map(chr, range(32)):
         assert not admits(schema, f'"a{control}"')
