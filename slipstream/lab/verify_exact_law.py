@@ -163,7 +163,7 @@ def force(models: Models, prompt: Sequence[int], answers: Tensor, lengths: Seque
         hidden = first[-1:].new_zeros(0, first.shape[1])
         if length:
             hidden, _ = target(part.flatten(), positions, _Behind(models, stored, len(part)))
-        parts.append(hidden.view(len(part), length, -1))
+        parts.append(hidden.view(len(part), length, first.shape[1]))
     before = first[-1].expand(len(answers), 1, -1)
     whole = torch.full((len(answers),), answers.shape[1])
     known = whole if lengths is None else torch.tensor(lengths)
