@@ -117,7 +117,11 @@ def test_laws_are_those_of_the_definition() -> None:
     models, hidden = tiny(), torch.randn(3, 32)
     logits = models.target.logits(hidden)[:, :VOCAB].float()
     prompt, outputs = [3, 7, 4, 6], [[], [2, 5], [2, 6, 2]]
-    for fields in (SHAPES["penalties"], {"structured": ANY}, {**SHAPES["penalties"], "structured": ANY, "top_k": 6}):
+    for fields in (
+        SHAPES["penalties"],
+        {"structured": ANY},
+        {**SHAPES["both"], "presence_penalty": -1, "logit_bias": {5: 2}, "top_k": 6},
+    ):
         params = SamplingParams(temperature=0.8, **fields)
         law = laws(models, hidden, params, Shape(models, params, grammars(VOCAB)), prompt, outputs)
         for row, output in enumerate(outputs):
