@@ -26,6 +26,8 @@ NGRAM = "ngram"  # the drafter that needs no files; a folder of that name is ./n
 CALIBRATION_FILE = "calibration.json"  # its name beside the weights of a drafter
 DEFAULT_MAX_DRAFTS = 7  # S when the user names none and the drafter could do more
 MAX_STOPS = 16  # stop strings of one request
+MAX_STOP_CHARS = 1 << 12  # of all of them: every answer prepares its own search, character by character
+MAX_STOP_IDS = 1 << 12  # counted one by one when an answer gets its slot
 MAX_SIBLINGS = 128  # answers to one prompt
 # Why only the triton backend has `deterministic`, and what there is without it.
 NOT_DETERMINISTIC = (
@@ -97,6 +99,8 @@ class SamplingParams:
         for token in self.stop_token_ids:
             if not _is_int(token) or token < 0:
                 raise RequestError(f"stop_token_ids holds {token!r}; token ids are whole numbers from 0")
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise RequestError(f"stop_token_ids holds {len(self.stop_token_ids)} ids; give at most {MAX_STOP_IDS}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is {self.ignore_eos!r}; it must be true or false")
@@ -341,6 +345,9 @@ def _stops(stop: object) -> tuple[str, ...]:
     for text in texts:
         if not isinstance(text, str) or not text:
             raise RequestError(f"stop holds {text!r}; each must be a text that is not empty")
+    if (size := sum(map(len, texts))) > MAX_STOP_CHARS:
+        raise RequestError(f"stop holds {size} characters; give at most {MAX_STOP_CHARS}")
+    for text in texts:
         if any("\ud800" <= char <= "\udfff" for char in text):
             raise RequestError(f"stop holds {text!r} with a lone surrogate, which is no character; decode it properly")
     return tuple(texts)

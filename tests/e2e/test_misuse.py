@@ -28,6 +28,8 @@ from slipstream.train.options import TrainOptions
         ({"top_k": 2**63}, "top_k"),
         ({"max_tokens": 2**63}, "max_tokens"),
         ({"max_tokens": 2**70, "min_tokens": 2**69}, "max_tokens"),
+        ({"stop": ["x" * 3000, "y" * 1100]}, "stop holds 4100 characters"),  # a search for each of 128 answers
+        ({"stop_token_ids": list(range(4097))}, "stop_token_ids holds 4097 ids"),
         ({"stop_token_ids": 5}, "stop_token_ids"),
         ({"stop_token_ids": "7"}, "stop_token_ids"),
         ({"ignore_eos": "no"}, "ignore_eos"),
