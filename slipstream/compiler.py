@@ -7,6 +7,7 @@ all LLMs of a process. The library, and torch with it, is imported at the first 
 """
 
 import atexit
+import json
 import random
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from multiprocessing import Pipe
@@ -26,6 +28,7 @@ from slipstream.child import limit_memory, spawn
 from slipstream.constraint import Constraint, allows, num_words
 from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.plan import Int32s, Int64s
+from slipstream.schema import as_compiled
 
 MOST_COMPILE_SECONDS = 20.0  # for a grammar to be compiled and tried, on a machine that may be busy
 MOST_PAUSE_SECONDS = 2.0  # of these for compiling alone: while that is done once more, others wait
@@ -35,8 +38,10 @@ MOST_WHITESPACE = 16  # characters between two parts of JSON: a model that likes
 TRIED_TOKENS = 64  # of each walk
 TRIED_AT_RANDOM = 4  # walks
 TRIED_SECONDS = 0.5  # a walk's patience: less than an answer has
-_CACHE_BYTES = 1 << 28
+_CHARS_OF_LIMITED, _CHARS_OF_JSON = r"::= (([^\"\\\r\n]))", r"::= (([^\0-\x1f\"\\]))"  # as the library prints them
+_CACHE_BYTES = 1 << 26  # of the library's own
 _POLL_SECONDS = 0.05
+_END_SECONDS = 5.0  # for a child that has closed its pipe to be gone
 
 Ask = tuple[str, tuple[str, ...], tuple[int, ...]]  # a form, its texts, and the tokens that end an answer
 
@@ -65,6 +70,7 @@ class Trials:
         self._lock = threading.Lock()  # LLMs may be used by a thread each
         self._child: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
+        self._sender: threading.Thread | None = None  # of the last question
         self._vocabulary: Vocabulary | None = None  # that the child has
 
     def run(self, vocabulary: Vocabulary, ask: Ask, meanwhile: Callable[[], bool]) -> None:
@@ -83,15 +89,15 @@ class Trials:
 
     def _run(self, vocabulary: Vocabulary, ask: Ask, meanwhile: Callable[[], bool]) -> None:
         form = ask[0]
-        pipe = self._started(meanwhile)
-        told = None if vocabulary is self._vocabulary else vocabulary
-        try:
-            pipe.send((told, ask, MOST_COMPILE_SECONDS))
-            self._vocabulary = vocabulary
-            outcome = _answer(pipe, MOST_COMPILE_SECONDS, meanwhile)
-        except (EOFError, OSError):
-            self.close()
-            raise RequestError(f"structured.{form} is more than the library can compile: make it smaller") from None
+        for may_fail in (True, False):
+            try:
+                outcome = self._tried(vocabulary, ask, meanwhile)
+                break
+            except (EOFError, OSError):
+                if not (self._was_killed() and may_fail):  # once it need not be this grammar's fault
+                    raise RequestError(
+                        f"structured.{form} is more than the library can compile: make it smaller"
+                    ) from None
         if outcome is None:
             self.close()
             seconds = f"{MOST_COMPILE_SECONDS:g} s"
@@ -99,30 +105,53 @@ class Trials:
         if outcome:
             raise RequestError(f"structured.{form} {outcome}")
 
+    def _tried(self, vocabulary: Vocabulary, ask: Ask, meanwhile: Callable[[], bool]) -> Any:
+        """What the child says; None where it says nothing in time. EOFError or OSError where it ends."""
+        pipe = self._started(meanwhile)
+        told = None if vocabulary is self._vocabulary else vocabulary
+        # A vocabulary is more than a pipe holds, and a child that has been stopped reads nothing.
+        self._sender = threading.Thread(target=_send, args=(pipe, (told, ask, MOST_COMPILE_SECONDS)), daemon=True)
+        self._sender.start()
+        self._vocabulary = vocabulary
+        return _answer(pipe, MOST_COMPILE_SECONDS, meanwhile)
+
     def _started(self, meanwhile: Callable[[], bool]) -> Connection:
         """The pipe to a child that listens."""
         if self._pipe is not None and self._child is not None and self._child.poll() is None:
             return self._pipe
+        for may_fail in (True, False):
+            self.close()
+            pipe, far_end = Pipe()
+            with far_end:
+                self._pipe, self._child = pipe, spawn(__name__, far_end.fileno())
+            try:
+                if _answer(pipe, MOST_START_SECONDS, meanwhile) is not None:
+                    return pipe
+            except (EOFError, OSError):
+                if may_fail and self._was_killed():
+                    continue
+            break
+        raise EngineError("the process that compiles grammars did not start: see that `import xgrammar` works")
+
+    def _was_killed(self) -> bool:
+        """Whether it was others that ended the child, which has closed its end of the pipe."""
+        assert self._child is not None
+        with suppress(subprocess.TimeoutExpired):
+            self._child.wait(_END_SECONDS)
+        was_killed = self._child.returncode in (-signal.SIGKILL, -signal.SIGTERM)
         self.close()
-        self._pipe, far_end = Pipe()
-        with far_end:
-            self._child = spawn(__name__, far_end.fileno())
-        try:
-            ready = _answer(self._pipe, MOST_START_SECONDS, meanwhile)
-        except (EOFError, OSError):
-            ready = None
-        if ready is None:
-            raise EngineError("the process that compiles grammars did not start: see that `import xgrammar` works")
-        return self._pipe
+        return was_killed
 
     def close(self) -> None:
         """Kill the child, if there is one."""
         if self._child is not None:
             self._child.kill()
             self._child.wait()
+        if self._sender is not None:
+            self._sender.join()  # nobody is there to read what it has left
         if self._pipe is not None:
             self._pipe.close()
-        self._child = self._pipe = self._vocabulary = None
+        self._child = self._pipe = self._sender = self._vocabulary = None
 
 
 @cache
@@ -131,6 +160,11 @@ def shared_trials() -> Trials:
     trials = Trials()
     atexit.register(trials.close)
     return trials
+
+
+def _send(pipe: Connection, message: object) -> None:
+    with suppress(OSError):  # who waits for the answer finds that the child is gone
+        pipe.send(message)
 
 
 def _answer(pipe: Connection, seconds: float, meanwhile: Callable[[], bool]) -> Any:
@@ -235,6 +269,15 @@ def _chain(count: int) -> tuple[Int64s, Int64s]:
     return np.append(np.arange(1, count), -1), np.full(count, -1)
 
 
+def _compile_schema(compiler: Any, texts: tuple[str, ...]) -> Any:
+    """Strings of a limited length may hold control characters in the library's grammar, and not in JSON."""
+    text = json.dumps(as_compiled(json.loads(texts[0])), ensure_ascii=False)
+    if not ('"minLength"' in text or '"maxLength"' in text):
+        return compiler.compile_json_schema(text, max_whitespace_cnt=MOST_WHITESPACE)
+    grammar = str(library().Grammar.from_json_schema(text, max_whitespace_cnt=MOST_WHITESPACE))
+    return compiler.compile_grammar(grammar.replace(_CHARS_OF_LIMITED, _CHARS_OF_JSON))
+
+
 def _compile_choice(compiler: Any, texts: tuple[str, ...]) -> Any:
     quoted = " | ".join('"' + "".join(map(_quoted, text)) + '"' for text in texts)
     return compiler.compile_grammar(f"root ::= {quoted}")
@@ -246,7 +289,7 @@ def _quoted(char: str) -> str:
 
 
 _COMPILE: dict[str, Callable[[Any, tuple[str, ...]], Any]] = {
-    "json": lambda compiler, texts: compiler.compile_json_schema(texts[0], max_whitespace_cnt=MOST_WHITESPACE),
+    "json": _compile_schema,
     "regex": lambda compiler, texts: compiler.compile_regex(texts[0]),
     "grammar": lambda compiler, texts: compiler.compile_grammar(texts[0]),
     "choice": _compile_choice,

@@ -26,6 +26,8 @@ NGRAM = "ngram"  # the drafter that needs no files; a folder of that name is ./n
 CALIBRATION_FILE = "calibration.json"  # its name beside the weights of a drafter
 DEFAULT_MAX_DRAFTS = 7  # S when the user names none and the drafter could do more
 MAX_STOPS = 16  # stop strings of one request
+MAX_STOP_CHARS = 1 << 12  # of all of them: every answer prepares its own search, character by character
+MAX_STOP_IDS = 1 << 12  # counted one by one when an answer gets its slot
 MAX_SIBLINGS = 128  # answers to one prompt
 # Why only the triton backend has `deterministic`, and what there is without it.
 NOT_DETERMINISTIC = (
@@ -83,8 +85,8 @@ class SamplingParams:
         if not _is_int(self.top_k) or not 0 <= self.top_k < 2**63:
             raise RequestError(f"top_k is {self.top_k!r}; it must be a whole number, 0 switches it off")
         self._check_shaping()
-        if not _is_int(self.max_tokens) or self.max_tokens < 1:
-            raise RequestError(f"max_tokens is {self.max_tokens!r}; ask for at least 1 token")
+        if not _is_int(self.max_tokens) or not 1 <= self.max_tokens < 2**63:  # min_tokens, below it, goes to the device
+            raise RequestError(f"max_tokens is {self.max_tokens!r}; ask for at least 1 token, in 63 bits")
         if not _is_int(self.min_tokens) or not 0 <= self.min_tokens <= self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens!r}; it must be a whole number from 0 (off) to max_tokens "
@@ -97,6 +99,9 @@ class SamplingParams:
         for token in self.stop_token_ids:
             if not _is_int(token) or token < 0:
                 raise RequestError(f"stop_token_ids holds {token!r}; token ids are whole numbers from 0")
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise RequestError(f"stop_token_ids holds {len(self.stop_token_ids)} ids; give at most {MAX_STOP_IDS}")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is {self.ignore_eos!r}; it must be true or false")
         object.__setattr__(self, "stop", _stops(self.stop))
@@ -342,6 +347,9 @@ def _stops(stop: object) -> tuple[str, ...]:
     for text in texts:
         if not isinstance(text, str) or not text:
             raise RequestError(f"stop holds {text!r}; each must be a text that is not empty")
+    if (size := sum(map(len, texts))) > MAX_STOP_CHARS:
+        raise RequestError(f"stop holds {size} characters; give at most {MAX_STOP_CHARS}")
+    for text in texts:
         if any("\ud800" <= char <= "\udfff" for char in text):
             raise RequestError(f"stop holds {text!r} with a lone surrogate, which is no character; decode it properly")
     return tuple(texts)

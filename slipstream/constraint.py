@@ -155,7 +155,9 @@ class Constraint:
             self.failed = f"its grammar failed: {error}"
         self._left -= time.thread_time() - begun
         if self._left < 0 and not self.failed:
-            self.failed = "its grammar takes too long for a step: write one that is less ambiguous"
+            self.failed = (
+                "its grammar takes too long for a step: write one that is less ambiguous, or repeats less often"
+            )
 
     def _fill_free(self, drafts: Sequence[int], masks_np: Int32s) -> int:
         """Places ahead of the marker's end; returns the first one behind it, beyond all where there is none."""

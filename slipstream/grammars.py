@@ -4,8 +4,9 @@ A grammar is tried in another process first (`compiler`), which may be killed; h
 kept, and answers get their matchers.
 """
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
@@ -33,12 +34,33 @@ def idle() -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Jobs are the same if they ask for the same."""
+MOST_KEPT, MOST_KEPT_BYTES = 128, 1 << 27  # by the library's own count, of which a grammar takes about twice as much
 
-    ask: Ask
-    meanwhile: Callable[[], bool] = field(compare=False)
+
+class Outcomes:
+    """Compiled grammars, and why there are none: those that were asked for last, within a bound of memory."""
+
+    def __init__(self, most: int = MOST_KEPT, most_bytes: int = MOST_KEPT_BYTES) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Ask, tuple[Any, int]] = OrderedDict()  # with their sizes
+        self._num_bytes = 0
+
+    def get(self, ask: Ask) -> Any:
+        """None: it is not known."""
+        with self._lock:
+            if ask not in self._kept:
+                return None
+            self._kept.move_to_end(ask)
+            return self._kept[ask][0]
+
+    def put(self, ask: Ask, outcome: Any) -> None:
+        size = sum(map(len, ask[1])) + getattr(outcome, "memory_size_bytes", 0)
+        with self._lock:
+            self._num_bytes += size - self._kept.pop(ask, (None, 0))[1]
+            self._kept[ask] = outcome, size
+            while len(self._kept) > 1 and (len(self._kept) > self._most or self._num_bytes > self._most_bytes):
+                self._num_bytes -= self._kept.popitem(last=False)[1][1]
 
 
 class XGrammars:
@@ -47,8 +69,7 @@ class XGrammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = tuple(sorted(token for token in eos_token_ids if token < vocab_size))
-        # What was asked for once will be asked for again.
-        self._outcome = lru_cache(maxsize=128)(self._compile)
+        self._outcomes = Outcomes()  # what was asked for once will be asked for again
         self._marker = lru_cache(maxsize=32)(lambda text: Marker(text, self._pieces))
 
     def compile(
@@ -60,20 +81,24 @@ class XGrammars:
                 "structured needs a token that ends the answer, and this model names none: give stop_token_ids"
             )
         self._check_ends(ends)
-        outcome = self._outcome(_Job((asked.form, asked.texts, known), meanwhile))
+        ask = asked.form, asked.texts, known
+        outcome = self._outcomes.get(ask)
+        if outcome is None:
+            outcome = self._compile(ask, meanwhile)
+            self._outcomes.put(ask, outcome)
         if isinstance(outcome, str):
             raise RequestError(outcome)
         marker = None if asked.after is None else self._marker(asked.after)
         return lambda: Constraint(XMatcher(outcome, known), ends, self._vocab_size, marker)
 
-    def _compile(self, job: _Job) -> Any:
+    def _compile(self, ask: Ask, meanwhile: Callable[[], bool]) -> Any:
         """The library's grammar, or why there is none."""
         compiler = self._compiler  # also says if there is no library
         try:
-            shared_trials().run(self._vocabulary, job.ask, job.meanwhile)
+            shared_trials().run(self._vocabulary, ask, meanwhile)
         except RequestError as error:
             return str(error)
-        return compiled_by(compiler, job.ask)
+        return compiled_by(compiler, ask)
 
     def _check_ends(self, ends: frozenset[int]) -> None:
         """A token of the text that ends the answer as well would end it anywhere, with the token in it."""

@@ -5,18 +5,19 @@ break the schema that it was asked for. So the schema is walked before it is com
 refused by name. What can be kept is listed in `StructuredOutput`.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slipstream.errors import RequestError
+from slipstream.patterns import as_json_string, misread
 
 MAX_NESTING = 64  # of a JSON schema: compiling takes the cube of it
 ANNOTATIONS = {
     "title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "discriminator",
     "contentEncoding", "contentMediaType", "$schema", "$comment", "$defs", "definitions",
 }  # fmt: skip
-NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+BOUNDS = (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
+NUMBERS = {name for pair in BOUNDS for name in pair}
 KEYWORDS: dict[str, set[str]] = {
     "null": set(),
     "boolean": set(),
@@ -36,10 +37,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "null": (type(None),), "boolean": (bool,), "string": (str,), "number": (int, float), "integer": (int,),
     "object": (Mapping,), "array": (list, tuple),
 }  # fmt: skip
-_LOOK_AHEAD = re.compile(r"\(\?[=!]")
-# An anchor that is not at an end of the text, of a group or of an alternative.
-_INNER_ANCHOR = re.compile(r"[^|(:]\^|\$[^|)]")
-_ESCAPES = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_MOST_WHOLE = 1 << 63  # the library keeps whole numbers below it as they are
 
 Schema = Mapping[str, Any]
 
@@ -48,6 +46,23 @@ def check_schema(root: Schema) -> None:
     """RequestError for a schema that cannot be kept: it names the keyword, where it stands, and what to do."""
     if (depth := nesting(root)) > MAX_NESTING:
         raise RequestError(f"structured.json is nested {depth} deep; at most {MAX_NESTING}")
+    for place, schema in _walk(root):
+        _check(place, schema, root)
+
+
+def as_compiled(root: dict[str, Any]) -> dict[str, Any]:
+    """A checked schema, changed in place to what the library reads as it was meant: its patterns are written anew."""
+    for _, schema in list(_walk(root)):
+        assert isinstance(schema, dict)
+        if isinstance(schema.get("pattern"), str):
+            schema["pattern"] = as_json_string(schema["pattern"])
+        if isinstance(schema.get("patternProperties"), dict):
+            schema["patternProperties"] = {as_json_string(k): v for k, v in schema["patternProperties"].items()}
+    return root
+
+
+def _walk(root: Schema) -> Iterator[tuple[str, Schema]]:
+    """Every schema but true and false, and where it stands, once; checked before those within it are looked for."""
     seen: set[int] = set()
     waiting: list[tuple[str, object]] = [("", root)]
     while waiting:
@@ -57,7 +72,7 @@ def check_schema(root: Schema) -> None:
         if not isinstance(schema, Mapping):
             raise RequestError(f"structured.json has {schema!r}{_at(place)}, which is no schema; give a table or true")
         seen.add(id(schema))
-        _check(place, schema, root)
+        yield place, schema
         waiting.extend(_inner(place, schema, root))
 
 
@@ -113,6 +128,20 @@ def _check_values(place: str, schema: Schema) -> None:
     for value in _listed(place, schema, "enum") if "enum" in schema else [schema["const"]]:
         if kinds and not any(_is_of(value, kind) for kind in kinds):
             raise RequestError(f"structured.json has {value!r}{_at(place)}, which is not of its type; remove it")
+        if _has_big_number(value):
+            raise _cannot(place, "enum" if "enum" in schema else "const", "with a whole number of more than 64 bits")
+
+
+def _has_big_number(root: object) -> bool:
+    """The library rounds it."""
+    waiting = [root]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping | list | tuple):
+            waiting += value.values() if isinstance(value, Mapping) else value
+        elif isinstance(value, int) and not -_MOST_WHOLE <= value < _MOST_WHOLE:
+            return True
+    return False
 
 
 def _is_of(value: object, kind: str) -> bool:
@@ -138,6 +167,9 @@ def _check_typed(place: str, schema: Schema, given: list[str]) -> None:
         raise _cannot(place, "multipleOf", "of type 'number'; make it 'integer', or remove it")
     if "integer" in kinds and not isinstance(schema.get("multipleOf", 1), int):
         raise _cannot(place, "multipleOf", "unless it is a whole number")
+    bounds = [any(name in schema for name in pair) for pair in BOUNDS]
+    if "multipleOf" in schema and any(bounds) and not all(bounds):
+        raise _cannot(place, "multipleOf", "with a bound on one side only; give one on either side, or none")
 
 
 def _implied(schema: Schema) -> list[str]:
@@ -152,7 +184,7 @@ def _check_string(place: str, schema: Schema) -> None:
     other = next((name for name in ("pattern", "minLength", "maxLength") if name in schema and name != form), None)
     if form and other:
         raise _cannot(place, other, f"beside {form!r}; leave one of the two")
-    if "format" in schema and schema["format"] not in FORMATS:
+    if "format" in schema and (not isinstance(schema["format"], str) or schema["format"] not in FORMATS):
         raise _cannot(place, f"format: {schema['format']}", f"remove it; known are {', '.join(sorted(FORMATS))}")
     for pattern in [schema["pattern"]] if "pattern" in schema else list(schema.get("patternProperties", ())):
         _check_pattern(place, pattern)
@@ -162,7 +194,7 @@ def _check_object(place: str, schema: Schema) -> None:
     properties, others = _table(place, schema, "properties"), schema.get("additionalProperties", False)
     patterns = _table(place, schema, "patternProperties")
     for name in _listed(place, schema, "required"):
-        if name not in properties:
+        if not isinstance(name, str) or name not in properties:
             raise RequestError(
                 f"structured.json requires {name!r}{_at(place)}, which is none of its properties; name it there"
             )
@@ -178,11 +210,8 @@ def _check_object(place: str, schema: Schema) -> None:
 def _check_pattern(place: str, pattern: object) -> None:
     if not isinstance(pattern, str):
         raise RequestError(f"structured.json has the pattern {pattern!r}{_at(place)}; give a text")
-    bare = _ESCAPES.sub("x", pattern)
-    if _LOOK_AHEAD.search(bare):
-        raise _cannot(place, f"pattern: {pattern}", "for it looks ahead; write it without")
-    if _INNER_ANCHOR.search(bare):
-        raise _cannot(place, f"pattern: {pattern}", "for it has ^ or $ within; write it without")
+    if reason := misread(pattern, in_json=True):
+        raise _cannot(place, f"pattern: {pattern[:80]}", f"for {reason}")
 
 
 def _target(place: str, ref: object, root: Schema) -> object:
@@ -194,11 +223,15 @@ def _target(place: str, ref: object, root: Schema) -> object:
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, Mapping) and name in found:
             found = found[name]
-        elif isinstance(found, list | tuple) and name.isdecimal() and int(name) < len(found):
+        elif isinstance(found, list | tuple) and _is_index(name) and int(name) < len(found):
             found = found[int(name)]
         else:
             raise RequestError(f"structured.json has the $ref {ref!r}{_at(place)}, and nothing stands there; add it")
     return found
+
+
+def _is_index(name: str) -> bool:
+    return name.isascii() and name.isdecimal() and len(name) < 10
 
 
 def _kinds(place: str, schema: Schema) -> list[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from slipstream.errors import RequestError
+from slipstream.patterns import misread
 from slipstream.schema import check_schema
 
 MAX_CHARS = 1 << 16  # of everything that one request gives to compile
@@ -24,12 +25,15 @@ class StructuredOutput:
     json: a schema, as a dict or its text, kept as text; True: any JSON object. It may have
       type (one, or several), enum, const (alone or beside a type); $ref to #/ within the schema; anyOf, and oneOf, which
       is taken for anyOf: an answer may fit several; allOf of one;
-      strings: either minLength and maxLength, or pattern (of the whole text, no look-around), or one of the formats in
-      `schema.FORMATS`; integers, numbers: minimum, maximum, exclusiveMinimum, exclusiveMaximum; integers: multipleOf;
+      strings: either minLength and maxLength, or pattern (of the whole text, no look-around, nothing that JSON writes with an
+      escape), or one of the formats in `schema.FORMATS`; integers, numbers: minimum, maximum, exclusiveMinimum,
+      exclusiveMaximum; integers: multipleOf, with bounds on both sides or none;
       objects: properties, in their order, required, additionalProperties, which are made only if it says so,
       minProperties, maxProperties, or one of patternProperties alone; arrays: items, prefixItems, minItems, maxItems.
+      A name that the answer writes with \\u escapes counts as another one than `properties` has.
       Beside them title, description, default, examples and other annotations. Else RequestError: it would not be kept.
-    regex: the whole text, without look-around and back-references.
+    regex: the whole text, without look-around and back-references; `.` is any character, a line's end too, \\w and \\d are
+      of ASCII.
     grammar: EBNF (GBNF) whose rule `root` is the text. choice: texts, one of which is the answer.
     after: everything is free until the output holds this text; then the form begins. None: with the first token.
     """
@@ -52,6 +56,8 @@ class StructuredOutput:
         for name in ("regex", "grammar", "after"):
             if getattr(self, name) is not None:
                 _check_text(name, getattr(self, name))
+        if self.regex is not None and (reason := misread(self.regex, in_json=False)):
+            raise RequestError(f"structured.regex is {self.regex[:80]!r}, which cannot be kept, for {reason}")
         if (size := len((self.after or "").encode())) > MAX_MARKER_BYTES:
             raise RequestError(f"structured.after has {size} bytes; give at most {MAX_MARKER_BYTES}")
         if (size := sum(map(len, self.texts))) > MAX_CHARS:

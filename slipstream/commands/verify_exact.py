@@ -38,7 +38,10 @@ def verify_exact(
     config: flags.Config = None,
     as_json: flags.Json = False,
 ) -> None:
-    """Check that a pair's output is the target's own, in every mode; exit code 0 only if all of it is exact."""
+    """Check that a pair's output is the target's own, in every mode; exit code 0 only if all of it is exact.
+
+    Under penalties, biases, filters or a grammar where --config asks for them: {"structured": {"json": true}}.
+    """
     given = {
         **locals(),
         "modes": several("modes", modes, str),
@@ -67,7 +70,21 @@ def verify_exact(
 
 
 OWN = ("modes", "rules", "prompts", "requests", "samples", "positions", "concurrency")
-SAMPLING = frozenset({"temperature", "top_p", "top_k", "seed", "max_tokens"})  # which the law is computed for
+SAMPLING = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "max_tokens",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "logit_bias",
+        "structured",
+    }
+)  # which the law is computed for
 
 
 def _exact_options(options: Options) -> ExactOptions:

@@ -7,34 +7,27 @@ have failed, and is inconclusive. Called by `slipstream verify-exact`; which fig
 is made by `verify_exact_report`.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import torch
 
-from slipstream.backends import Adapt
-from slipstream.config import SamplingParams, Signal
-from slipstream.decide.cost import CostModel, DraftTimes, LinearCost, TableCost
-from slipstream.decide.policy import NO_COST_MODEL, Adaptive, Float32s, Policy, WaitsFor
-from slipstream.decide.policy import log as policy_log
-from slipstream.decide.survival import SurvivalModel
-from slipstream.draft.base import Drafter
+from slipstream.config import SamplingParams
 from slipstream.errors import EngineError
+from slipstream.grammars import Grammars
 from slipstream.lab import machine
-from slipstream.lab.measure import load, sizes, token_ids
+from slipstream.lab.measure import load
+from slipstream.lab.verify_exact_engines import LAW_TAIL, Watch, prompts_of, start
 from slipstream.lab.verify_exact_law import LawTest, law_tests, perturbed_gap, visible
-from slipstream.lab.verify_exact_options import RANDOM, ExactOptions
+from slipstream.lab.verify_exact_options import ExactOptions
+from slipstream.lab.verify_exact_shape import FIELDS, Shape, grammars_of
 from slipstream.llm import LLM
 from slipstream.load import Models
 from slipstream.metrics import SpecCounters
-from slipstream.plan import Decision, DraftReport, StepPlan, StepResult
-from slipstream.prompts import prompts_name, read_prompts, user
+from slipstream.prompts import prompts_name
 
 Verdict = Literal["exact", "differs", "inconclusive"]
 Say: TypeAlias = Callable[[str], None]
@@ -45,120 +38,7 @@ FALSE_ALARM = 1e-3  # odds that a run calls a right engine wrong, over all of it
 NEAR_TIE = 2e-4  # top-2 gap, noise included, below which another order of summation in fp32 may choose the other token
 ROUNDING = 1.0  # the same in 16 bits: no proof of a fault below, one above
 MAX_LAW_PROMPTS, LAW_SAMPLES_EACH = 4, 200  # more prompts would spread the samples too thin for their rarer tokens
-LAW_TAIL = 4  # tokens behind the last that is tested, or the end of the answer would cap the drafts for it
 _OWN_SEEDS = 1_000_000  # between the seeds of one sample and the next, which must be independent
-
-
-# ---------------------------------------------------------------------------------------------------------------- engines
-
-
-class RandomWidths:
-    """Drafts S, and verifies a number drawn at random for every sequence and step. It looks at nothing, so nothing leaks."""
-
-    waits_for: WaitsFor = "nothing"
-    signal: Signal | Literal["none"] = "none"
-
-    def __init__(self, seed: int = 0) -> None:
-        self._draws = np.random.default_rng(seed)
-
-    @property
-    def calibration_np(self) -> Float32s:
-        return SurvivalModel(1).calibration_np  # for budgets, of which this makes none
-
-    def draft_length(self, plan: StepPlan) -> int:
-        return plan.draft_length if plan.num_decode else 0
-
-    def decide(self, plan: StepPlan) -> Decision:
-        caps = np.minimum(plan.caps_np, np.int32(plan.draft_length))
-        caps[plan.num_decode :] = 0
-        return Decision(widths_np=self._draws.integers(0, caps + 1, dtype=np.int32), budget=None, caps_np=caps)
-
-    def observe(self, plan: StepPlan, report: DraftReport) -> None:
-        pass
-
-    def learn(self, plan: StepPlan, result: StepResult) -> None:
-        pass
-
-    def times(self, plan: StepPlan) -> bool:
-        return False
-
-    def timed(self, plan: StepPlan, decision: Decision, measured_ms: float) -> None:
-        pass
-
-
-def start(
-    models: Models, options: ExactOptions, mode: str, rule: str, *, policy: Policy | None = None,
-    drafter: Drafter | None = None, adapt: Adapt | None = None,
-) -> LLM:  # fmt: skip
-    """An engine for one mode and rule. The last three are for who puts a part of his own to the test."""
-    longest = max(options.sampling.max_tokens, max(options.positions) + LAW_TAIL)
-    served = {"prefix_caching": True, **options.engine}  # as everywhere but in measurements
-    room = sizes(models, prompts_of(models, options), longest, served)
-    given = {**room, "max_num_seqs": options.concurrency, "drafter": drafter, "adapt": adapt}
-    if mode == "off" and rule == "coupled":  # the plain decoder, as anybody has it
-        return LLM(models, **{**given, "drafter": None})
-    if mode == "off":  # its sampler under the other rule, which needs a drafter to be configured
-        return LLM(models, speculative=options.config_of("static", rule), policy=_Plain(), **given)
-    config = options.config_of(mode, rule)
-    if mode == RANDOM:
-        policy = policy or RandomWidths(options.seed)
-    scripted = policy is None and config.enable_adaptive_speculative_decode and config.cost_model == "auto"
-    config = replace(config, cost_model="none") if scripted else config  # nothing is measured at start
-    with _unsaid(NO_COST_MODEL):  # it gets one below
-        llm = LLM(models, speculative=config, policy=policy, **given)
-    if scripted and isinstance(llm.engine.policy, Adaptive):
-        linear = bool(config.adaptive_speculative_min_gain)
-        llm.engine.policy.cost = price(options.concurrency, llm.engine.scheduler.limits.max_drafts, linear=linear)
-    return llm
-
-
-@contextmanager
-def _unsaid(text: str) -> Iterator[None]:
-    """Warnings of a policy that hold this text are left out."""
-
-    def other(record: logging.LogRecord) -> bool:
-        return text not in record.getMessage()
-
-    policy_log.addFilter(other)
-    try:
-        yield
-    finally:
-        policy_log.removeFilter(other)
-
-
-class _Plain(RandomWidths):
-    """Nothing is drafted."""
-
-    def draft_length(self, plan: StepPlan) -> int:
-        return 0
-
-
-def price(concurrency: int, num_drafts: int, *, linear: bool = False) -> CostModel:
-    """A price under which a draft pays when it is accepted about once in three times, so that every drafter is pruned.
-
-    Exactness must hold under any price. A staircase, because its rules (hull, best of all budgets) are those that serve
-    on a GPU; never corrected, so that a run can be repeated.
-    """
-    if linear:
-        return CostModel(LinearCost(2.0 * concurrency, 1.0), DraftTimes.constant(0.1), corrects=False)
-    step = max(1, concurrency // 4)
-    rows = tuple(range(step, concurrency * (num_drafts + 1) + step, step))
-    table = TableCost(rows, tuple(2.0 * concurrency + count for count in rows))
-    return CostModel(table, DraftTimes.constant(0.1), corrects=False)
-
-
-class Watch:
-    """Counts the drafts that a policy leaves out: below the caps, which the end of an answer lowers in every mode."""
-
-    def __init__(self, llm: LLM) -> None:
-        self.num_pruned = 0
-        self._decide = llm.engine.policy.decide
-        llm.engine.policy.decide = self.decide  # type: ignore[method-assign]
-
-    def decide(self, plan: StepPlan) -> Decision:
-        decision = self._decide(plan)
-        self.num_pruned += int(decision.caps_np.sum()) - decision.num_draft_rows
-        return decision
 
 
 # ----------------------------------------------------------------------------------------------------------------- a run
@@ -173,10 +53,10 @@ def run(options: ExactOptions, say: Say, advance: Advance = lambda done, total: 
 
 def verify(
     models: Models, options: ExactOptions, say: Say = lambda line: None,
-    advance: Advance = lambda done, total: None, begin: Start | None = None,
+    advance: Advance = lambda done, total: None, begin: Start | None = None, grammars: Grammars | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The report on models that are loaded. `begin` makes the engines, where they are not to be the engine's own."""
-    plan = Plan(options, models, prompts_of(models, options))
+    plan = Plan(options, models, prompts_of(models, options), grammars or grammars_of(models))
     begin = begin or partial(start, models, options)
     checks: list[dict[str, Any]] = []
     counter = _Counter(advance, plan.num_answers)
@@ -192,12 +72,6 @@ def verify(
     }
 
 
-def prompts_of(models: Models, options: ExactOptions) -> list[tuple[int, ...]]:
-    """Token ids, through the chat template."""
-    texts = read_prompts(options.prompts, limit=options.requests)
-    return [tuple(token_ids(models.tokenizer, user(text))) for text in texts]
-
-
 def overall(checks: Sequence[Mapping[str, Any]]) -> Verdict:
     """The worst of all."""
     found = {check["verdict"] for check in checks}
@@ -211,6 +85,11 @@ class Plan:
     options: ExactOptions
     models: Models
     prompts: Sequence[tuple[int, ...]]
+    grammars: Grammars | None = None  # None: those of the model
+    shape: Shape = field(init=False)  # what is asked besides temperature and filters
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", Shape(self.models, self.options.sampling, self.grammars))
 
     @property
     def samples(self) -> int:
@@ -255,7 +134,8 @@ class Plan:
     def sampled(self, stream: int) -> tuple[list[tuple[int, ...]], list[SamplingParams]]:
         """The whole sample, prompts taking turns; another stream has no seed in common."""
         first, length = self.options.seed + _OWN_SEEDS * (stream + 1), max(self.options.positions) + LAW_TAIL
-        law = replace(self.options.sampling, max_tokens=length, ignore_eos=True)
+        ends = self.options.sampling.structured is not None  # where answers have a form, they end with it
+        law = replace(self.options.sampling, max_tokens=length, ignore_eos=not ends)
         prompts = [self.law_prompts[i % len(self.law_prompts)] for i in range(self.samples)]
         return prompts, [replace(law, seed=first + i) for i in range(self.samples)]
 
@@ -265,11 +145,22 @@ class Plan:
             "dtype": str(self.models.dtype).removeprefix("torch."), "deterministic": self.deterministic,
             "prompts": prompts_name(options.prompts), "requests": len(self.prompts), "max_tokens": sampling.max_tokens,
             "concurrency": options.concurrency, "temperature": sampling.temperature, "top_p": sampling.top_p,
-            "top_k": sampling.top_k, "seed": options.seed, "samples": self.samples,
+            "top_k": sampling.top_k, "min_p": sampling.min_p, "shape": self._shape_asked(), "seed": options.seed, "samples": self.samples,
             "law_prompts": len(self.law_prompts), "positions": list(options.positions),
             "speculative": dict(options.speculative), "false_alarm": FALSE_ALARM, "tests": self.num_tests,
             "odds_per_test": FALSE_ALARM / self.num_tests,
         }  # fmt: skip
+
+    def _shape_asked(self) -> dict[str, Any]:
+        """What the request asks of its logits, as JSON has it."""
+        sampling, defaults = self.options.sampling, SamplingParams()
+        asked = {name: getattr(sampling, name) for name in sorted(FIELDS)}
+        asked = {name: value for name, value in asked.items() if value != getattr(defaults, name)}
+        form = asked.get("structured")
+        if form is not None:
+            named = {each.name: getattr(form, each.name) for each in fields(form)}
+            asked["structured"] = {name: value for name, value in named.items() if value is not None}
+        return asked
 
 
 class _Counter:
@@ -284,18 +175,27 @@ class _Counter:
 def _checks_of(plan: Plan, rule: str, begin: Start, counter: _Counter, say: Say) -> Iterator[dict[str, Any]]:
     """All checks under one rule; engines come and go one at a time."""
     say(f"{rule}: plain decoding")
-    serve = Serving(begin("off", rule), counter)
+    serve = Serving(_with_grammars(plan, begin("off", rule)), counter)
     greedy = serve(plan.prompts, plan.greedy())
     seeded = serve(plan.prompts, plan.seeded()) if rule == "coupled" else None
+    for error in (*greedy.errors, *(seeded.errors if seeded else ())):
+        raise EngineError(error)  # there is nothing to compare with
     yield law_check(plan, "off", rule, serve(*plan.sampled(0)))
     for index, mode in enumerate(plan.options.modes):
         say(f"{rule}: {mode}")
-        serve = Serving(begin(mode, rule), counter)
+        serve = Serving(_with_grammars(plan, begin(mode, rule)), counter)
         yield text_check(plan, "greedy", mode, rule, plan.greedy(), greedy, serve(plan.prompts, plan.greedy()))
         if seeded is not None:
             yield text_check(plan, "seeded", mode, rule, plan.seeded(), seeded, serve(plan.prompts, plan.seeded()))
         if rule == "rejection":
             yield law_check(plan, mode, rule, serve(*plan.sampled(index + 1)))
+
+
+def _with_grammars(plan: Plan, llm: LLM) -> LLM:
+    """All engines share what was compiled."""
+    if plan.grammars is not None:
+        llm.grammars = plan.grammars
+    return llm
 
 
 # --------------------------------------------------------------------------------------------------------------- answers
@@ -306,6 +206,7 @@ class Answers:
     token_ids: list[tuple[int, ...]]
     counts: SpecCounters
     num_pruned: int
+    errors: tuple[str, ...] = ()  # of requests that an error ended
 
     @property
     def num_rejected(self) -> int:
@@ -322,16 +223,15 @@ class Serving:
     def __call__(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Answers:
         """In portions, so that a bar can move."""
         portion = max(64, 4 * self._llm.engine.scheduler.limits.max_num_seqs)
-        found, counts, before = [], SpecCounters(), self._watch.num_pruned
+        found, errors, counts, before = list[tuple[int, ...]](), list[str](), SpecCounters(), self._watch.num_pruned
         for first in range(0, len(prompts), portion):
             part = slice(first, first + portion)
             for completion in self._llm.generate([list(prompt) for prompt in prompts[part]], params[part]):
-                if completion.error:
-                    raise EngineError(completion.error)
+                errors += [completion.error] if completion.error else []
                 found.append(tuple(completion.token_ids))
                 counts.merge(completion.spec)
             self._counter.add(len(prompts[part]))
-        return Answers(found, counts, self._watch.num_pruned - before)
+        return Answers(found, counts, self._watch.num_pruned - before, tuple(errors))
 
 
 def _row(check: str, mode: str, rule: str, answers: Answers) -> dict[str, Any]:
@@ -341,6 +241,14 @@ def _row(check: str, mode: str, rule: str, answers: Answers) -> dict[str, Any]:
         "accepted": counts.accepted, "rejected": answers.num_rejected, "pruned": answers.num_pruned,
         "steps": counts.steps, "widths": _histogram(counts.width_histogram),
     }  # fmt: skip
+
+
+def _broken(plan: Plan, answers: Answers) -> str | None:
+    """What no engine that is right does, whatever the check."""
+    if answers.errors:
+        return f"{len(answers.errors)} requests ended with an error: {answers.errors[0]}"
+    broken = sum(map(plan.shape.breaks, answers.token_ids))
+    return f"{broken} answers have not the form that was asked for" if broken else None
 
 
 def _unless_vacuous(row: dict[str, Any]) -> dict[str, Any]:
@@ -365,12 +273,14 @@ def text_check(
     plan: Plan, check: str, mode: str, rule: str, params: Sequence[SamplingParams], plain: Answers, other: Answers
 ) -> dict[str, Any]:
     """Token ids equal plain decoding's, but for near ties in one request of a hundred."""
+    row = _row(check, mode, rule, other)
+    if broken := _broken(plan, other):
+        return {**row, "requests": len(params), "equal": 0, "verdict": "differs", "why": broken}
     partings = [
         _parting(plan, index, a, b, params[index])
         for index, (a, b) in enumerate(zip(plain.token_ids, other.token_ids, strict=True)) if a != b
     ]  # fmt: skip
     tied = sum(parting["gap"] < NEAR_TIE for parting in partings)
-    row = _row(check, mode, rule, other)
     row |= {"requests": len(params), "equal": len(params) - len(partings), "near_ties": tied, "partings": partings}
     if not partings:
         return _unless_vacuous(row)
@@ -398,17 +308,18 @@ def _parting(
     """Where two answers part, and by how much the target prefers its token there."""
     ends = min(len(plain), len(other))
     first = next((i for i in range(ends) if plain[i] != other[i]), ends)
-    gap = perturbed_gap(plan.models, [*plan.prompts[index], *plain[:first]], params)
+    gap = perturbed_gap(plan.models, plan.prompts[index], plain[:first], params, plan.shape)
     return {"request": index, "token": first + 1, "gap": gap}
 
 
 def law_check(plan: Plan, mode: str, rule: str, answers: Answers) -> dict[str, Any]:
     """What was sampled against the target's own law. In 16 bits that law is known to rounding only."""
-    prompts, tokens = plan.law_prompts, torch.tensor(answers.token_ids)[:, : max(plan.options.positions)]
-    by_prompt = [(prompt, tokens[i :: len(prompts)]) for i, prompt in enumerate(prompts)]
-    tests = law_tests(plan.models, by_prompt, plan.options.positions, plan.options.sampling)
+    row, prompts = _row("law", mode, rule, answers), plan.law_prompts
+    if broken := _broken(plan, answers):
+        return {**row, "tests": [], "verdict": "differs", "why": broken}
+    by_prompt = [(prompt, answers.token_ids[i :: len(prompts)]) for i, prompt in enumerate(prompts)]
+    tests = law_tests(plan.models, by_prompt, plan.options.positions, plan.options.sampling, plan.shape)
     odds = FALSE_ALARM / plan.num_tests
-    row = _row("law", mode, rule, answers)
     row["tests"] = [_with_power(test, odds) for test in tests]
     varied = [test for test in tests if test.p_value is not None]
     if not varied:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.config import SamplingParams
+from slipstream.lab.verify_exact_shape import Shape
 from slipstream.load import Models
 from slipstream.models.layers import DenseAttend
 from slipstream.ops.noise import gumbel
@@ -81,6 +82,7 @@ class Counts:
     def test(self, where: str) -> LawTest:
         off = self.observed - self.expected
         variance, directions = torch.linalg.eigh(self.covariance)
+        draws = max(1, self.num_draws)
         kept = variance >= MIN_VARIANCE
         degrees = int(kept.sum())
         statistic = float(((directions.T @ off)[kept] ** 2 / variance[kept]).sum())
@@ -88,7 +90,7 @@ class Counts:
         return LawTest(
             where=where, samples=self.num_draws, cells=self.size, statistic=statistic, degrees=degrees,
             p_value=chi_square_tail(statistic, degrees) if degrees else None,
-            bias=float(off.abs().sum()) / (2 * self.num_draws), chance=float(spread.sum()) / (2 * self.num_draws),
+            bias=float(off.abs().sum()) / (2 * draws), chance=float(spread.sum()) / (2 * draws),
         )  # fmt: skip
 
 
@@ -129,13 +131,21 @@ def _root(function: Any, low: float, high: float) -> float:
 class Forced:
     """The target's states in front of every token of answers to one prompt."""
 
-    answers: Tensor  # [n, T] token ids
+    prompt: Sequence[int]
+    answers: Tensor  # [n, T] token ids; anything behind the end of an answer
+    lengths: Tensor  # [n] tokens, on the host
     hidden: Tensor  # [n, T, H]: what the token of the same index is predicted from
+
+    def rows(self, columns: Sequence[int]) -> Tensor:
+        """[R, 2] answer and column of the tokens that there are in these columns."""
+        inside = torch.tensor(columns)[None, :] < self.lengths[:, None]
+        found = inside.nonzero()
+        return torch.stack([found[:, 0], torch.tensor(columns)[found[:, 1]]], dim=1)
 
 
 @torch.inference_mode()
-def force(models: Models, prompt: Sequence[int], answers: Tensor) -> Forced:
-    """answers [n, T] to one prompt, all of the same length, read behind it."""
+def force(models: Models, prompt: Sequence[int], answers: Tensor, lengths: Sequence[int] | None = None) -> Forced:
+    """answers [n, T] to one prompt, read behind it; lengths: where some of them are shorter."""
     target, device, count = models.target, models.device, len(prompt)
     prompt_ids, answers = torch.tensor(prompt, device=device), answers.to(device)
     stored: list[tuple[Tensor, Tensor]] = []
@@ -153,9 +163,11 @@ def force(models: Models, prompt: Sequence[int], answers: Tensor) -> Forced:
         hidden = first[-1:].new_zeros(0, first.shape[1])
         if length:
             hidden, _ = target(part.flatten(), positions, _Behind(models, stored, len(part)))
-        parts.append(hidden.view(len(part), length, -1))
+        parts.append(hidden.view(len(part), length, first.shape[1]))
     before = first[-1].expand(len(answers), 1, -1)
-    return Forced(answers, torch.cat([before, torch.cat(parts)], dim=1))
+    whole = torch.full((len(answers),), answers.shape[1])
+    known = whole if lengths is None else torch.tensor(lengths)
+    return Forced(prompt, answers, known, torch.cat([before, torch.cat(parts)], dim=1))
 
 
 class _Behind:
@@ -180,9 +192,14 @@ class _Behind:
         return rows.view(self._count, -1, *rows.shape[1:])
 
 
-def laws(models: Models, hidden: Tensor, params: SamplingParams) -> Tensor:
-    """hidden [R, H] -> [R, V] what plain decoding samples from there."""
+def laws(
+    models: Models, hidden: Tensor, params: SamplingParams, shape: Shape | None = None, prompt: Sequence[int] = (),
+    outputs: Sequence[Sequence[int]] = (),
+) -> Tensor:  # fmt: skip
+    """hidden [R, H] -> [R, V] what plain decoding samples from there. shape: by the prompt and R outputs before it."""
     logits = models.target.logits(hidden)[:, : models.vocab_size].float()
+    if shape is not None:
+        logits = shape(logits, prompt, outputs)
     heat = logits.new_full((len(logits),), params.temperature)
     return probabilities(_filtered(logits, params), heat)
 
@@ -190,15 +207,21 @@ def laws(models: Models, hidden: Tensor, params: SamplingParams) -> Tensor:
 def _filtered(logits: Tensor, params: SamplingParams) -> Tensor:
     heat, top_p = (logits.new_full((len(logits),), value) for value in (params.temperature, params.top_p))
     top_k = torch.full((len(logits),), params.top_k, device=logits.device)
-    return filter_logits(logits, heat, top_k, top_p, any_top_k=params.top_k > 0, any_top_p=params.top_p < 1)
+    min_p = logits.new_full((len(logits),), params.min_p) if params.min_p else None
+    return filter_logits(
+        logits, heat, top_k, top_p, min_p=min_p, any_top_k=params.top_k > 0, any_top_p=params.top_p < 1
+    )
 
 
 @torch.inference_mode()
-def perturbed_gap(models: Models, token_ids: Sequence[int], params: SamplingParams) -> float:
-    """Difference of the two best candidates for the token after `token_ids`, the noise of its position included."""
-    rows, target = torch.tensor(token_ids, device=models.device), models.target
+def perturbed_gap(
+    models: Models, prompt: Sequence[int], output: Sequence[int], params: SamplingParams, shape: Shape | None = None
+) -> float:
+    """Difference of the two best candidates for the token after these, the noise of its position included."""
+    rows, target = torch.tensor([*prompt, *output], device=models.device), models.target
     hidden, _ = target(rows, torch.arange(len(rows), device=models.device), DenseAttend(target.spec))
-    scores = _filtered(target.logits(hidden[-1:])[:, : models.vocab_size].float(), params)
+    logits = target.logits(hidden[-1:])[:, : models.vocab_size].float()
+    scores = _filtered(logits if shape is None else shape(logits, prompt, [output]), params)
     if params.temperature > 0:
         seed, position = torch.tensor([params.seed or 0]), torch.tensor([len(rows)])
         scores = scores + gumbel(seed, position, scores.shape[1]).to(scores.device)
@@ -211,25 +234,52 @@ def perturbed_gap(models: Models, token_ids: Sequence[int], params: SamplingPara
 
 @torch.inference_mode()
 def law_tests(
-    models: Models, answers: Sequence[tuple[Sequence[int], Tensor]], positions: Sequence[int], params: SamplingParams
-) -> list[LawTest]:
-    """answers: prompts, each with [n, T] answers. A test for each position (from 1), and one of ranks over the later ones."""
-    forced = [force(models, prompt, tokens) for prompt, tokens in answers]
-    tests = [_at_position(models, forced, position, params) for position in positions]
-    length = forced[0].answers.shape[1]
-    return tests + ([_of_ranks(models, forced, params)] if length > 1 else [])
+    models: Models, answers: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], positions: Sequence[int],
+    params: SamplingParams, shape: Shape,
+) -> list[LawTest]:  # fmt: skip
+    """answers: prompts, each with its answers. A test for each position (from 1), and one of ranks over the later ones."""
+    length = max(positions)
+    forced = [_forced(models, prompt, [tokens[:length] for tokens in each], length) for prompt, each in answers]
+    law = _Law(models, params, shape)
+    tests = [_at_position(law, forced, position) for position in positions]
+    return tests + ([_of_ranks(law, forced, length)] if length > 1 else [])
 
 
-def _at_position(models: Models, forced: Sequence[Forced], position: int, params: SamplingParams) -> LawTest:
+def _forced(models: Models, prompt: Sequence[int], answers: Sequence[Sequence[int]], length: int) -> Forced:
+    padded = torch.tensor([[*tokens, *[0] * (length - len(tokens))] for tokens in answers])
+    return force(models, prompt, padded, list(map(len, answers)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Law:
+    """What plain decoding samples from."""
+
+    models: Models
+    params: SamplingParams
+    shape: Shape
+
+    def each(self, one: Forced, columns: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """[R, V] laws and [R] tokens of these columns, some rows at a time. An answer that has ended has none."""
+        known = one.answers.cpu()
+        for rows in torch.split(one.rows(columns), _ROWS):
+            answer, column = rows[:, 0].to(one.hidden.device), rows[:, 1].to(one.hidden.device)
+            outputs: list[list[int]] = []
+            if not self.shape.is_neutral:
+                outputs = [known[i, :j].tolist() for i, j in rows.tolist()]
+            prob = laws(self.models, one.hidden[answer, column], self.params, self.shape, one.prompt, outputs)
+            yield prob, one.answers[answer, column]
+
+
+def _at_position(law: _Law, forced: Sequence[Forced], position: int) -> LawTest:
     """Tokens number `position` of all prompts; a prompt's counts do not mix with another's."""
     parts = []
     for one in forced:
-        expected = torch.zeros(models.vocab_size, dtype=_F64, device=models.device)
-        for prob, _ in _each(models, one.hidden[:, position - 1], one.answers[:, position - 1], params):
+        expected = torch.zeros(law.models.vocab_size, dtype=_F64, device=law.models.device)
+        for prob, _ in law.each(one, [position - 1]):
             expected += prob.sum(0, dtype=_F64)
         often = torch.nonzero(expected >= MIN_EXPECTED).flatten()
         counts = Counts(len(often) + 1)
-        for prob, token in _each(models, one.hidden[:, position - 1], one.answers[:, position - 1], params):
+        for prob, token in law.each(one, [position - 1]):
             own = prob[:, often]
             hit = (token[:, None] == often).long()
             cell = torch.where(hit.any(1), hit.argmax(1) if len(often) else 0, len(often))
@@ -238,12 +288,12 @@ def _at_position(models: Models, forced: Sequence[Forced], position: int, params
     return _joined(parts).test(f"token {position}")
 
 
-def _of_ranks(models: Models, forced: Sequence[Forced], params: SamplingParams) -> LawTest:
+def _of_ranks(law: _Law, forced: Sequence[Forced], length: int) -> LawTest:
     """All tokens that may have been drafted, by the rank that the target gives them."""
     counts = Counts(len(RANK_EDGES) + 1)
-    edges = torch.tensor(RANK_EDGES, device=models.device)
+    edges = torch.tensor(RANK_EDGES, device=law.models.device)
     for one in forced:
-        for prob, token in _each(models, one.hidden[:, 1:].flatten(0, 1), one.answers[:, 1:].flatten(), params):
+        for prob, token in law.each(one, range(1, length)):
             best = prob.topk(min(RANK_EDGES[-1], prob.shape[1]))
             upto = best.values.double().cumsum(1)[:, (edges - 1).clamp(max=best.values.shape[1] - 1)]
             share = torch.diff(upto, dim=1, prepend=torch.zeros_like(upto[:, :1]))
@@ -252,12 +302,6 @@ def _of_ranks(models: Models, forced: Sequence[Forced], params: SamplingParams) 
             rank = torch.where(hit.any(1), hit.long().argmax(1) + 1, RANK_EDGES[-1] + 1)
             counts.add(share, torch.searchsorted(edges, rank))
     return counts.test("ranks")
-
-
-def _each(models: Models, hidden: Tensor, tokens: Tensor, params: SamplingParams) -> Iterator[tuple[Tensor, Tensor]]:
-    """[R, V] laws and [R] tokens, some rows at a time."""
-    for rows, ids in zip(torch.split(hidden, _ROWS), torch.split(tokens, _ROWS), strict=True):
-        yield laws(models, rows, params), ids
 
 
 def _joined(parts: Sequence[Counts]) -> Counts:

@@ -24,7 +24,8 @@ from slipstream.decide.cost import CostModel, DraftTimes, TableCost
 from slipstream.decide.policy import Adaptive, Policy
 from slipstream.decide.survival import SurvivalModel
 from slipstream.draft.base import Draft, DraftView, Sampler
-from slipstream.lab.verify_exact import RandomWidths, price, start, verify
+from slipstream.lab.verify_exact import verify
+from slipstream.lab.verify_exact_engines import RandomWidths, price, start
 from slipstream.lab.verify_exact_options import ExactOptions
 from slipstream.load import Models
 from slipstream.models.layers import DenseAttend

@@ -26,6 +26,10 @@ from slipstream.train.options import TrainOptions
         ({"temperature": 10**400}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
         ({"top_k": 2**63}, "top_k"),
+        ({"max_tokens": 2**63}, "max_tokens"),
+        ({"max_tokens": 2**70, "min_tokens": 2**69}, "max_tokens"),
+        ({"stop": ["x" * 3000, "y" * 1100]}, "stop holds 4100 characters"),  # a search for each of 128 answers
+        ({"stop_token_ids": list(range(4097))}, "stop_token_ids holds 4097 ids"),
         ({"stop_token_ids": 5}, "stop_token_ids"),
         ({"stop_token_ids": "7"}, "stop_token_ids"),
         ({"ignore_eos": "no"}, "ignore_eos"),
@@ -42,7 +46,16 @@ def test_the_largest_values_run() -> None:
     for fields in ({"temperature": 3.4e38}, {"temperature": 1e-300}, {"temperature": 10**30}, {"top_p": 1e-300}):
         params = SamplingParams(**{"temperature": 1, **fields}, top_k=2**63 - 1, max_tokens=3, ignore_eos=True)
         assert len(llm.generate([[3, 4]], params)[0].token_ids) == 3
+    longest = SamplingParams(max_tokens=2**63 - 1, min_tokens=2**63 - 1)
+    assert llm.generate([[3, 4]], longest)[0].finish_reason == "length"
     assert_nothing_left(llm.engine)
+
+
+def test_a_list_of_stop_ids_is_copied() -> None:
+    stops = [5, 6]
+    params = SamplingParams(stop_token_ids=stops)  # type: ignore[arg-type]
+    stops.append(-1)
+    assert params.stop_token_ids == (5, 6) and hash(params) == hash(SamplingParams(stop_token_ids=(5, 6)))
 
 
 @pytest.mark.parametrize("field", ["draft_model", "cost_model", "calibration"])

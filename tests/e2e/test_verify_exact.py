@@ -167,7 +167,9 @@ def test_where_texts_part_the_gap_decides(
     options: Make, monkeypatch: pytest.MonkeyPatch, gap: float, exact_sums: bool, verdict: str, says: str
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(exact, "perturbed_gap", lambda models, tokens, params: asked.append(tokens) or gap)
+    monkeypatch.setattr(
+        exact, "perturbed_gap", lambda models, prompt, output, *rest: asked.append([*prompt, *output]) or gap
+    )
     monkeypatch.setattr(exact.Plan, "exact_sums", exact_sums)
     plan = plan_of(options)
     row = exact.text_check(
@@ -208,7 +210,7 @@ def test_two_near_ties_in_four_are_too_many(options: Make, monkeypatch: pytest.M
 def test_the_gap_is_the_one_of_the_lossless_tests() -> None:
     for temperature in (0.0, 0.8):
         params = SamplingParams(temperature=temperature, top_p=0.9, seed=4)
-        ours = perturbed_gap(models_with(), [3, 4, 9, 5], params)
+        ours = perturbed_gap(models_with(), [3, 4, 9, 5], [], params)
         assert ours == pytest.approx(harness.perturbed_gap(models_with(), [3, 4, 9, 5], params), abs=1e-6)
 
 

@@ -17,6 +17,7 @@ RANKS: dict[str, float] = {
     "slipstream": 9,  # the public names, loaded lazily
     "slipstream.errors": 0,
     "slipstream.logprobs": 0.05,
+    "slipstream.patterns": 0.03,
     "slipstream.schema": 0.04,
     "slipstream.structured": 0.05,
     "slipstream.plan": 0.1,
@@ -80,6 +81,7 @@ TORCH_FREE = (
     "slipstream.metrics",
     "slipstream.options",
     "slipstream.structured",
+    "slipstream.patterns",
     "slipstream.schema",
     "slipstream.constraint",
     "slipstream.compiler",

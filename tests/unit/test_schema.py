@@ -57,6 +57,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"type": "number", "multipleOf": 7}, "'multipleOf'"),
     ({"type": ["integer", "number"], "multipleOf": 7}, "'multipleOf'"),
     ({"type": "integer", "multipleOf": 0.5}, "'multipleOf'"),
+    ({"type": "integer", "multipleOf": 5, "minimum": 0}, "'multipleOf', .*a bound on one side"),
+    ({"type": "integer", "multipleOf": 5, "exclusiveMaximum": 0}, "'multipleOf', .*a bound on one side"),
+    ({"const": 2**63}, "'const', which cannot be kept: with a whole number of more than 64 bits"),
+    ({"enum": [1, {"a": [-(2**63) - 1]}]}, "'enum', which cannot be kept: with a whole number"),
+    ({"type": "string", "pattern": "[^]"}, "it has .*write ."),
+    ({"type": "string", "pattern": "(?i)a"}, r"it has \(\?i"),
+    ({"type": "string", "format": ["date"]}, r"format: \['date'\]"),
+    ({"type": "object", "properties": {"a": True}, "required": [["a"]]}, r"requires \['a'\]"),
+    ({"$ref": "#/$defs/" + "1" * 5000, "$defs": [True]}, "nothing stands there"),
     ({"type": "any"}, "the type 'any'"),
     ({"type": []}, r"the type \[\]"),
     ({"type": [["string"]]}, "the type"),
@@ -97,6 +106,7 @@ TAKEN: list[dict[str, Any]] = [
     {"type": "integer", "const": 1.0},
     {"type": "array", "uniqueItems": False},
     {"type": "string", "pattern": r"(^\$[$^a]|\^b$)"},
+    {"type": "integer", "multipleOf": 5, "minimum": 0, "exclusiveMaximum": 9},
 ]
 
 
