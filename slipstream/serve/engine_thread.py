@@ -21,6 +21,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.request import Request
 from slipstream.serve.options import OnEngineError
 from slipstream.serve.problems import Problem, engine_failed, problem_of, too_slow, unavailable
+from slipstream.serve.steps import StepMeter
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
@@ -89,6 +90,7 @@ class EngineThread:
         self._busy_since: float | None = None
         self._failed_at: deque[float] = deque(maxlen=MAX_RESTARTS)
         self._is_stopping = False
+        self.meter = StepMeter(llm)  # the thread's
         self._thread = threading.Thread(target=self._run, name="slipstream-engine", daemon=True)
         self._thread.start()
 
@@ -184,7 +186,7 @@ class EngineThread:
                 self._commands.get()()
             self._busy_since = time.monotonic()
             if self.llm.engine.has_work and not self._is_stopping:
-                self.llm.engine.step()
+                self.meter.step()
             self._hand_over()
         except Exception as error:
             log.exception("engine_failed")
@@ -216,6 +218,7 @@ class EngineThread:
         """In thread: whether there is a new engine."""
         waiting = [request for request in self.llm.engine.requests.values() if not request.is_finished]
         try:
+            self.meter.forget_recording()  # or the old engine would stay beside the new one
             self.llm.restart()
             for request in waiting:
                 self.llm.engine.add(request, self._inbox)

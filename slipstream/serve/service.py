@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slipstream.commit import Delta
@@ -212,7 +213,7 @@ class Service:
     async def snapshot(self) -> Snapshot | None:
         """Of the engine; None where it does not answer in time."""
         try:
-            return await asyncio.wait_for(self.engine.ask(snapshot), SNAPSHOT_S)
+            return await asyncio.wait_for(self.engine.ask(partial(snapshot, meter=self.engine.meter)), SNAPSHOT_S)
         except TimeoutError:
             return None
 
