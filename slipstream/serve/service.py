@@ -174,7 +174,7 @@ class Service:
         self.llm, self.options, self.model = llm, options, model
         self.created = int(time.time())
         self.metrics = Metrics(model)
-        self.engine = EngineThread(llm, on_error=options.on_engine_error, on_dead=on_dead)
+        self.engine = EngineThread(llm, on_error=options.on_engine_error, on_dead=on_dead, stall_s=options.stall_s)
         self.is_draining = False
         self.num_open = 0  # answers that were admitted and are not closed
         self._num_slots = llm.engine.scheduler.limits.max_num_seqs
