@@ -25,7 +25,7 @@ from slipstream.commit import Delta
 from slipstream.config import EngineConfig, SamplingParams, SpeculativeConfig, from_mapping
 from slipstream.constraint import Constraint
 from slipstream.decide.policy import Policy
-from slipstream.device.events import EventPool, Recorder
+from slipstream.device.events import EventPool, NullRecorder, Recorder
 from slipstream.device.staging import compute_stream
 from slipstream.draft.base import Drafter
 from slipstream.errors import ConfigError, EngineError, RequestError
@@ -162,6 +162,10 @@ class LLM:
         self.engine.recorder = Recorder(self._events)
         return self.engine.recorder
 
+    def stop_recording(self) -> None:
+        """What was recorded stays with whoever holds the recorder."""
+        self.engine.recorder = NullRecorder()
+
     # ------------------------------------------------------------------ for who drives the engine: a server
 
     def prepare(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> list[Request]:
@@ -192,14 +196,15 @@ class LLM:
 
         A drafter or a policy of your own is used again as it stands.
         """
-        totals, notes = self.engine.totals, len(self.notes)
+        totals, num_steps, notes = self.engine.totals, self.engine.num_decode_steps, len(self.notes)
         del self.engine
         gc.collect()  # on a device there may be no room for two
         if self.models.device.type == "cuda":
             torch.cuda.empty_cache()  # the new pool is sized by what the device says is free
         self.engine = build_engine(self.models, self.speculative, self.config, self.notes, *self._given)
         del self.notes[notes:]  # they were said once
-        self.engine.totals, self._scheduler = totals, self.engine.scheduler
+        self.engine.totals, self.engine.num_decode_steps = totals, num_steps
+        self._scheduler = self.engine.scheduler
 
     # ------------------------------------------------------------------ for its own methods
 

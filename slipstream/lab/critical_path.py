@@ -1,8 +1,9 @@
 """What a decode step spends on deciding, and whether a device stood still meanwhile: from spans to five figures.
 
 Every mode goes through the same arithmetic: host and device spans lie on one clock, and whatever part of a host span
-overlaps no device span is on the critical path. Knows nothing of engines or tensors. Called by `bench --probe`; what
-stages take on the device, and the host beside its waits, is for `bench/gpu.py`.
+overlaps no device span is on the critical path. Knows nothing of engines or tensors. Called by `bench --probe` and by
+the server, which looks at a few steps; what stages take on the device, and the host beside its waits, is for
+`bench/gpu.py`.
 """
 
 import bisect
@@ -34,6 +35,17 @@ class CriticalPath:
     device_busy: float | None  # share of the time from the first to the last decode step in which the device worked
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """The same of every decode step, in seconds."""
+
+    decide_s: list[float]
+    decide_hidden_s: list[float]
+    build_s: list[float]
+    gap_s: list[float]  # of steps that drafted
+    device_busy: float | None
+
+
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """The same points as disjoint intervals in order."""
     merged: list[Interval] = []
@@ -63,15 +75,27 @@ def overlap(ours: Sequence[Interval], theirs: Sequence[Interval]) -> float:
 
 def critical_path(spans: "Sequence[Span]") -> CriticalPath:
     """Five figures from the spans of one run, steps that only prefill left out."""
+    times = step_times(spans)
+    return CriticalPath(
+        decide_us=_median_us(times.decide_s),
+        decide_hidden_us=_median_us(times.decide_hidden_s),
+        build_us=_median_us(times.build_s),
+        gap_us=_median_us(times.gap_s),
+        device_busy=times.device_busy,
+    )
+
+
+def step_times(spans: "Sequence[Span]", num_left_out: int = 0) -> StepTimes:
+    """num_left_out: decode steps at the beginning that only say what the device did beside the next ones."""
     device = union((s.start_s, s.end_s) for s in spans if s.kind == "device")
-    steps, drafting = _decode_steps(spans)
+    steps, drafting = (found[num_left_out:] for found in _decode_steps(spans))
     decide = [_exposed(step, DECIDE, device) for step in steps]
     build = [_exposed(step, BUILD, device) for step in steps]
-    return CriticalPath(
-        decide_us=_median_us([exposed for exposed, _ in decide]),
-        decide_hidden_us=_median_us([hidden for _, hidden in decide]),
-        build_us=_median_us([exposed for exposed, _ in build]),
-        gap_us=_median_us([_gap(step) for step in drafting]),
+    return StepTimes(
+        decide_s=[exposed for exposed, _ in decide],
+        decide_hidden_s=[hidden for _, hidden in decide],
+        build_s=[exposed for exposed, _ in build],
+        gap_s=[_gap(step) for step in drafting],
         device_busy=_busy(steps, device),
     )
 

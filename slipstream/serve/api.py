@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from slipstream.errors import SlipstreamError
 from slipstream.request import Request
+from slipstream.serve.options import ServeOptions
 from slipstream.serve.problems import Problem, problem_of
 from slipstream.serve.protocol import (
     Answering,
@@ -30,7 +31,6 @@ from slipstream.serve.render import Chat, Completion, Renderer, Spelling, Style,
 from slipstream.serve.service import Service
 from slipstream.serve.sse import EventStream, events, watched
 
-BODY_S = 30.0  # for a request to arrive
 _MOST_DROPPED_BYTES = 1 << 26  # of a body that is too large: a client that is cut off would not read the answer
 
 router = APIRouter()
@@ -207,15 +207,15 @@ async def _asked(http: HttpRequest, cls: type[Asked]) -> Asked:
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Problem(415, f"content-type is {kind or 'missing'}; send application/json", code="wrong_content_type")
-    asked = parse(cls, await _body(http, _service(http).options.max_body_bytes))
+    asked = parse(cls, await _body(http, _service(http).options))
     _check_model(_service(http), asked.model)
     return asked
 
 
-async def _body(http: HttpRequest, limit: int) -> bytes:
-    parts, size = [], 0
+async def _body(http: HttpRequest, options: ServeOptions) -> bytes:
+    parts, size, limit, seconds = [], 0, options.max_body_bytes, options.body_timeout_s
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(seconds):
             async for part in http.stream():
                 size += len(part)
                 if size > _MOST_DROPPED_BYTES:
@@ -223,7 +223,7 @@ async def _body(http: HttpRequest, limit: int) -> bytes:
                 if size <= limit:
                     parts.append(part)
     except TimeoutError:
-        raise Problem(408, f"the body did not arrive within {BODY_S:g} s", code="slow_body") from None
+        raise Problem(408, f"the body did not arrive within {seconds:g} s", code="slow_body") from None
     if size > limit:
         raise Problem(413, f"the body has more than {limit} bytes", code="body_too_large")
     return b"".join(parts)

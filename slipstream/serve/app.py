@@ -13,19 +13,18 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from slipstream.errors import EngineError
-from slipstream.serve.api import BODIES, router
+from slipstream.serve.api import router
 from slipstream.serve.guard import Guard, JsonFormatter, respond
+from slipstream.serve.openapi import document
 from slipstream.serve.options import ServeOptions
 from slipstream.serve.problems import Problem, client_gone
 from slipstream.serve.render import Spelling
@@ -62,7 +61,7 @@ def make_app(llm: "LLM", options: ServeOptions, model: str, on_dead: Callable[[]
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(ClientDisconnect, lambda http, error: _on_problem(http, client_gone()))
     app.add_exception_handler(Exception, _on_bug)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]
     return app
 
 
@@ -83,25 +82,11 @@ def _on_bug(http: Request, error: Exception) -> Response:
     return respond(Problem(500, "an error of the server; its log says more", code="internal_error"))
 
 
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """Bodies are read by the routes themselves, so that the schema has to be told of them."""
-    if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        inputs: list[Any] = [(cls, "validation") for cls in BODIES.values()]
-        found, definitions = models_json_schema(inputs, ref_template="#/components/schemas/{model}")
-        places = {cls.__name__: place for (cls, _), place in found.items()}
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-        for path, cls in BODIES.items():
-            body = {"required": True, "content": {"application/json": {"schema": places[cls.__name__]}}}
-            schema["paths"][path]["post"]["requestBody"] = body
-        app.openapi_schema = schema
-    return app.openapi_schema
-
-
 def bind(options: ServeOptions) -> socket.socket:
     """The address, taken before a model is loaded for it. OSError where it cannot be."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    # The protocol is named for asyncio, which lets small packets out at once (TCP_NODELAY) only where it is.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAF_CLIENT_MS)

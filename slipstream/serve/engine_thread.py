@@ -8,6 +8,7 @@ docstring run in the thread, all others on the loop. Knows no HTTP and no texts.
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.request import Request
 from slipstream.serve.options import OnEngineError
 from slipstream.serve.problems import Problem, engine_failed, problem_of, too_slow, unavailable
+from slipstream.serve.steps import StepMeter
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
@@ -29,7 +31,6 @@ log = logging.getLogger("slipstream.serve")
 
 State = Literal["running", "restarting", "dead", "stopped"]
 MAX_RESTARTS, RESTART_WINDOW_S = 3, 60.0  # more failures within that time, and the engine stays down
-STALL_S = 120.0  # a step that takes longer is taken for one that never ends
 Value = TypeVar("Value")
 
 
@@ -74,14 +75,15 @@ class Mailbox:
 
 class EngineThread:
     def __init__(
-        self, llm: "LLM", *, on_error: OnEngineError = "restart", on_dead: Callable[[], None] = lambda: None
-    ) -> None:
-        """Starts at once. on_dead: called on the loop when the engine has failed for good."""
+        self, llm: "LLM", *, on_error: OnEngineError = "restart", on_dead: Callable[[], None] = lambda: None,
+        stall_s: float = math.inf,
+    ) -> None:  # fmt: skip
+        """Starts at once. on_dead: called on the loop when the engine has failed for good. stall_s: most for a step."""
         self.llm = llm
         self.state: State = "running"
         self.failure: str | None = None  # the last one
         self.num_failures = 0
-        self._on_error, self._on_dead = on_error, on_dead
+        self._on_error, self._on_dead, self._stall_s = on_error, on_dead, stall_s
         self._loop = asyncio.get_running_loop()
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._inbox: deque[Delta] = deque()  # what a step gained
@@ -89,6 +91,7 @@ class EngineThread:
         self._busy_since: float | None = None
         self._failed_at: deque[float] = deque(maxlen=MAX_RESTARTS)
         self._is_stopping = False
+        self.meter = StepMeter(llm)  # the thread's
         self._thread = threading.Thread(target=self._run, name="slipstream-engine", daemon=True)
         self._thread.start()
 
@@ -97,7 +100,7 @@ class EngineThread:
     @property
     def is_healthy(self) -> bool:
         since = self._busy_since
-        return self.state == "running" and (since is None or time.monotonic() - since < STALL_S)
+        return self.state == "running" and (since is None or time.monotonic() - since < self._stall_s)
 
     @property
     def num_open(self) -> int:
@@ -184,7 +187,7 @@ class EngineThread:
                 self._commands.get()()
             self._busy_since = time.monotonic()
             if self.llm.engine.has_work and not self._is_stopping:
-                self.llm.engine.step()
+                self.meter.step()
             self._hand_over()
         except Exception as error:
             log.exception("engine_failed")
@@ -216,6 +219,7 @@ class EngineThread:
         """In thread: whether there is a new engine."""
         waiting = [request for request in self.llm.engine.requests.values() if not request.is_finished]
         try:
+            self.meter.forget_recording()  # or the old engine would stay beside the new one
             self.llm.restart()
             for request in waiting:
                 self.llm.engine.add(request, self._inbox)

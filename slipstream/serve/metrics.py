@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from slipstream.metrics import SpecCounters
+from slipstream.serve.steps import StepMeter, StepTimings, families
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
@@ -50,9 +51,11 @@ class Snapshot:
     kv_usage: float  # share of the pages that requests can own, in [0, 1]
     num_preemptions: int
     counters: SpecCounters  # since the start, requests in flight included
+    num_decode_steps: int  # of the engine
+    timings: StepTimings
 
 
-def snapshot(llm: "LLM") -> Snapshot:
+def snapshot(llm: "LLM", meter: StepMeter) -> Snapshot:
     """To be called in the engine's thread."""
     engine, scheduler = llm.engine, llm.engine.scheduler
     counters = SpecCounters(mode=engine.totals.mode)
@@ -61,7 +64,10 @@ def snapshot(llm: "LLM") -> Snapshot:
         counters.merge(scheduler.counters_of(request))
     pages = scheduler.pages
     usage = pages.num_used / pages.num_usable
-    return Snapshot(len(scheduler.running), len(scheduler.waiting), usage, scheduler.num_preemptions, counters)
+    return Snapshot(
+        len(scheduler.running), len(scheduler.waiting), usage, scheduler.num_preemptions, counters,
+        engine.num_decode_steps, meter.look(),
+    )  # fmt: skip
 
 
 class Metrics:
@@ -129,6 +135,7 @@ class _EngineCollector(Collector):
         yield self._of(GaugeMetricFamily, "kv_cache_usage_perc", "Share of KV pages in use; 1 is all.", now.kv_usage)
         yield self._of(CounterMetricFamily, "num_preemptions", "Answers that lost their slot.", now.num_preemptions)
         yield from self._speculation(now.counters)
+        yield from self._steps(now)
 
     def _speculation(self, counters: SpecCounters) -> Iterator[Metric]:
         """What became of drafts, in decode steps, by mode."""
@@ -154,6 +161,17 @@ class _EngineCollector(Collector):
             base = 1 if label == "position" else 0
             values = {str(key - base): float(value) for key, value in sorted(histogram.items())}
             yield self._by(f"spec_decode_{name}", about, label, values, counters.mode)
+
+    def _steps(self, now: Snapshot) -> Iterator[Metric]:
+        """Rows per step are rows / steps."""
+        counters = now.counters
+        rows = float(counters.steps + counters.verified)  # one given row, and the drafts
+        for name, about, value in (
+            ("engine_decode_steps", "The engine's steps in which somebody decoded.", float(now.num_decode_steps)),
+            ("engine_decode_rows", "Rows of the target's batches in them, those of prompts left out.", rows),
+        ):
+            yield self._by(name, about, "", {"": value}, counters.mode)
+        yield from families(PREFIX, self._model, counters.mode, now.timings)
 
     def _of(self, kind: type[Metric], name: str, about: str, value: float) -> Metric:
         family = kind(PREFIX + name, about, labels=["model_name"])  # type: ignore[call-arg]

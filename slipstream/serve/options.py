@@ -19,6 +19,8 @@ class ServeOptions:
     request_timeout_s: float = 600.0  # from the arrival of a request to the end of its answer
     max_backlog: int = 1024  # steps whose tokens a client has not taken; beyond them its request is ended
     max_body_bytes: int = 4 << 20
+    body_timeout_s: float = 30.0  # for the body of a request to arrive
+    stall_s: float = 120.0  # a step that takes longer is taken for one that never ends: /health turns red
     grace_s: float = 30.0  # for requests in flight after SIGTERM
     on_engine_error: OnEngineError = "restart"
     # File with one key a line (empty lines and # comments left out), all of which may use the API. None: anybody may.
@@ -35,11 +37,12 @@ class ServeOptions:
         for name, least in (("max_waiting", 0), ("max_backlog", 1), ("max_body_bytes", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a whole number from {least}")
-        for name in ("request_timeout_s", "grace_s"):
+        for name in ("request_timeout_s", "body_timeout_s", "stall_s", "grace_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a finite number of seconds")
-        if self.request_timeout_s == 0:
-            raise ConfigError("request_timeout_s is 0, which no answer could meet; give some seconds")
+        for name in ("request_timeout_s", "body_timeout_s", "stall_s"):
+            if getattr(self, name) == 0:
+                raise ConfigError(f"{name} is 0, which nothing could meet; give some seconds")
         object.__setattr__(self, "keys", () if self.api_keys is None else _read_keys(self.api_keys))
 
 

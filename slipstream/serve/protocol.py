@@ -237,6 +237,8 @@ class CompletionRequest(Answering):
 class TokenizeRequest(Body):
     """POST /tokenize: the tokens of a raw text, or of a conversation as the model is given it."""
 
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
+
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slipstream.commit import Delta
@@ -173,7 +174,7 @@ class Service:
         self.llm, self.options, self.model = llm, options, model
         self.created = int(time.time())
         self.metrics = Metrics(model)
-        self.engine = EngineThread(llm, on_error=options.on_engine_error, on_dead=on_dead)
+        self.engine = EngineThread(llm, on_error=options.on_engine_error, on_dead=on_dead, stall_s=options.stall_s)
         self.is_draining = False
         self.num_open = 0  # answers that were admitted and are not closed
         self._num_slots = llm.engine.scheduler.limits.max_num_seqs
@@ -212,7 +213,7 @@ class Service:
     async def snapshot(self) -> Snapshot | None:
         """Of the engine; None where it does not answer in time."""
         try:
-            return await asyncio.wait_for(self.engine.ask(snapshot), SNAPSHOT_S)
+            return await asyncio.wait_for(self.engine.ask(partial(snapshot, meter=self.engine.meter)), SNAPSHOT_S)
         except TimeoutError:
             return None
 

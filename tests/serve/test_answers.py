@@ -1,6 +1,7 @@
 """What is served is what the engine gives offline: text, tokens, log-probabilities, usage and why it ended."""
 
 import json
+import socket
 from typing import Any
 
 import pytest
@@ -229,3 +230,11 @@ def test_metrics_count_what_happened(tiny_pair: Models) -> None:
         assert running.metric("spec_decode_num_steps_per_width_total") == totals.steps
         assert running.post(COMPLETIONS, prompt="x", foo=1).status_code == 400
         running.wait_until(lambda: running.metric("http_problems_total", status="400") == 1)
+
+
+def test_nothing_waits_for_more_to_send(served: Running) -> None:
+    """Else the system holds small packets back until the client has acknowledged the last one, 40 ms later."""
+    assert served.http.get("/version").status_code == 200
+    connections = [protocol.transport.get_extra_info("socket") for protocol in served.server.server_state.connections]
+    assert connections
+    assert all(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for each in connections)

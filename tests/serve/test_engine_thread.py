@@ -1,6 +1,7 @@
 """The engine's thread without HTTP: who gets what, and that nobody is waited for."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
@@ -80,12 +81,12 @@ def test_released_requests_are_aborted_wherever_they_are(tiny_pair: Models) -> N
             for number in range(4):  # two have a slot, one of them has begun
                 all_requests.append(thread.llm.prepare(f"prompt {number}", PARAMS))
                 thread.submit(all_requests[-1], Mailbox(1000))
-            while (await thread.ask(snapshot)).num_waiting != 2:
+            while (await thread.ask(partial(snapshot, meter=thread.meter))).num_waiting != 2:
                 await asyncio.sleep(0.01)
             for requests in reversed(all_requests):
                 thread.release(requests)
             assert thread.num_open == 0
-            now = await thread.ask(snapshot)
+            now = await thread.ask(partial(snapshot, meter=thread.meter))
         assert (now.num_running, now.num_waiting, now.kv_usage) == (0, 0, 0)
         assert all(requests[0].finish_reason == "abort" for requests in all_requests)
 

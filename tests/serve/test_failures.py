@@ -127,6 +127,29 @@ def test_health_is_red_while_the_engine_is_made_anew(tiny_pair: Models, monkeypa
         running.settle()
 
 
+def test_health_is_red_while_a_step_does_not_end(tiny_pair: Models) -> None:
+    llm, may_go_on = make_llm(tiny_pair), threading.Event()
+    step = llm.engine.step
+
+    def stuck() -> Any:
+        assert may_go_on.wait(20)
+        return step()
+
+    llm.engine.step = stuck  # type: ignore[method-assign]
+    statuses: list[int] = []
+    with serving(llm, stall_s=0.1) as running:
+        thread = threading.Thread(target=lambda: statuses.append(running.post(COMPLETIONS, **LONG).status_code))
+        thread.start()
+        for path in ("/health", "/ready"):
+            running.wait_until(lambda path=path: running.http.get(path).status_code == 503)
+        assert running.http.get("/health").json()["status"] == "running"
+        may_go_on.set()
+        thread.join(30)
+        assert statuses == [200]
+        assert running.http.get("/health").status_code == 200
+        running.settle()
+
+
 def test_an_engine_that_fails_for_good(tiny_pair: Models) -> None:
     """By option at once; else when it fails again and again."""
     for options, failures in (({"on_engine_error": "exit"}, 1), ({}, engine_thread.MAX_RESTARTS + 1)):

@@ -117,6 +117,37 @@ def test_a_client_that_does_not_read(tiny_pair: Models) -> None:
             running.settle()
 
 
+def test_a_client_that_reads_slowly(tiny_pair: Models) -> None:
+    """It gets all of its answer, long after the engine has made it."""
+    fields = LONG | {"max_tokens": 60, "logprobs": 20}
+    with serving(make_llm(tiny_pair), send_buffer=4096) as running:
+        whole = running.post(COMPLETIONS, **fields).json()["choices"][0]["text"]
+        with raw_request(running.port, **fields, stream=True, receive_buffer=2048) as slow:
+            running.wait_until(lambda: running.service.num_open == 1)
+            running.wait_until(lambda: running.service.engine.num_open == 0)
+            assert running.service.num_open == 1
+            received = b""
+            while b"[DONE]" not in received:
+                time.sleep(0.001)
+                received += slow.recv(2048)
+        lines = [line[6:] for line in received.decode().split("\r\n") if line.startswith("data: {")]
+        events = [json.loads(event) for line in lines for event in line.strip().split("\n\ndata: ")]
+        assert "".join(event["choices"][0]["text"] for event in events) == whole
+        running.settle()
+
+
+def test_a_body_that_does_not_arrive(tiny_pair: Models) -> None:
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{{"
+    with serving(make_llm(tiny_pair), body_timeout_s=0.2) as running:
+        with socket.create_connection(("127.0.0.1", running.port)) as connection:
+            connection.sendall(head.encode())
+            answer = connection.recv(10_000)
+            assert answer.startswith(b"HTTP/1.1 408")
+            assert b"slow_body" in answer + connection.recv(10_000)
+        running.wait_until(lambda: running.metric("http_problems_total", status="408") == 1)
+        running.settle()
+
+
 # ------------------------------------------------------------------------------------------------ many at once
 
 

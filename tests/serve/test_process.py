@@ -35,6 +35,14 @@ Engine.step = slow
 from slipstream.cli import main
 main(sys.argv[2:])
 """
+READER = """
+import sys, httpx2
+with httpx2.stream("POST", sys.argv[1], json=eval(sys.argv[2]), timeout=60) as response:
+    lines = response.iter_lines()
+    print(next(lines), flush=True)
+    for _ in lines:
+        pass
+"""
 LONG = {"prompt": "once", "max_tokens": 150, "ignore_eos": True, "seed": 1, "return_token_ids": True}
 
 
@@ -107,8 +115,13 @@ def test_a_client_that_is_killed_and_an_engine_that_fails_for_good(
         process(tiny_folders, flag, "--on-engine-error", "exit") as (running, url),
         httpx2.Client(base_url=url, timeout=60) as client,
     ):
-        code = "import sys, httpx2; httpx2.post(sys.argv[1], json=eval(sys.argv[2]), timeout=60)"
-        other = subprocess.Popen([sys.executable, "-c", code, url + COMPLETIONS, repr({**LONG, "n": 3})])
+        fields = {**LONG, "n": 3, "stream": True}
+        other = subprocess.Popen(
+            [sys.executable, "-c", READER, url + COMPLETIONS, repr(fields)], stdout=subprocess.PIPE
+        )
+        assert other.stdout is not None
+        with other.stdout as output:
+            assert output.readline().startswith(b"data: ")  # in the middle of its stream
         wait_for(client, 3)
         other.send_signal(signal.SIGKILL)
         other.wait()
@@ -166,6 +179,15 @@ def refused_text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
+def test_products_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each number of rows torch keeps code, for as long as a server runs."""
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "7")
+    monkeypatch.delenv("LRU_CACHE_CAPACITY", raising=False)
+    refused("--port", "0")
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "7"
+    assert int(os.environ["LRU_CACHE_CAPACITY"]) < 1024
+
+
 def test_wrong_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = tmp_path / "serve.json"
     empty = tmp_path / "keys"
@@ -174,7 +196,8 @@ def test_wrong_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
         (["--port", "70000"], "port"), (["--on-engine-error", "hope"], "on_engine_error"),
         (["--max-waiting", "-1"], "max_waiting"), (["--request-timeout", "0"], "request_timeout_s"),
         (["--api-keys", str(tmp_path / "none")], "api_keys"), (["--api-keys", str(empty)], "api_keys"),
-        (["--config", '{"grace_s": -1}'], "grace_s"), (["--config", '{"max_backlog": 0}'], "max_backlog"),
+        (["--config", '{"grace_s": -1}'], "grace_s"), (["--config", '{"stall_s": 0}'], "stall_s"),
+        (["--config", '{"max_backlog": 0}'], "max_backlog"),
         (["--config", '{"grace_s": "long"}'], "grace_s"), (["--config", '{"temperature": 1}'], "temperature"),
         (["--config", '{"gracious": 1}'], "gracious"), (["--config", '{"host": ""}'], "host"),
     ):  # fmt: skip

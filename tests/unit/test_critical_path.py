@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.device.events import Span
-from slipstream.lab.critical_path import critical_path, host_us, overlap, stage_ms, union
+from slipstream.lab.critical_path import critical_path, host_us, overlap, stage_ms, step_times, union
 
 
 def step(
@@ -63,6 +63,17 @@ def test_prefill_steps_and_empty_runs_do_not_count() -> None:
     assert path.device_busy == critical_path(decode).device_busy
     assert critical_path([]).device_busy is None
     assert critical_path(prefill).gap_us is None
+
+
+def test_the_first_steps_only_say_what_the_device_did_meanwhile() -> None:
+    """A recording that begins in the middle of a run knows nothing of the step that its first one lies behind."""
+    spans = [s for n in range(4) for s in step(n, 14.0 * n, decide=(1.0, 2.0))]
+    times = step_times(spans, 1)
+    assert times.build_s == pytest.approx([0, 0, 0])  # behind the verify before, that of the first one included
+    assert step_times(spans).build_s == pytest.approx([1e-3, 0, 0, 0])
+    assert len(times.decide_hidden_s) == len(times.gap_s) == 3
+    assert times.device_busy == pytest.approx(13.5 / 14)
+    assert step_times(spans[:6], 1).device_busy is None
 
 
 def test_exports_run_beside_the_compute_stream() -> None:
