@@ -37,6 +37,7 @@ class Delta:
     width: int  # drafts verified in this step
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprob, ...] | None = None  # per token; None: not asked for
+    drafted: int = 0  # in this step; 0 also where a prompt gave the token
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +51,8 @@ class Gains(Sequence[Delta]):
     widths_np: Int32s  # [n]
     finish_reasons: dict[int, FinishReason]  # by index, of those that ended
     reports: dict[int, Int32s]  # by index, of those that asked for log-probabilities: [kept, columns]
+    num_decode: int  # the first ones decoded, the others got a token from their prompt
+    drafted: int  # for each of those that decoded
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -64,8 +67,8 @@ class Gains(Sequence[Delta]):
         token_ids, accepted, widths = self._columns
         request = self.requests[index]
         index %= len(widths)
-        reason = self.finish_reasons.get(index)
-        return Delta(request, token_ids[index], accepted[index], widths[index], reason, self._logprobs(index))
+        reason, drafted = self.finish_reasons.get(index), self.drafted if index < self.num_decode else 0
+        return Delta(request, token_ids[index], accepted[index], widths[index], reason, self._logprobs(index), drafted)
 
     def _logprobs(self, index: int) -> tuple[TokenLogprob, ...] | None:
         most = self.requests[index].params.logprobs
@@ -113,7 +116,10 @@ def commit(plan: StepPlan, result: StepResult, scheduler: Scheduler, reported: R
     _stamp(rows, ledger)
     accepted = np.minimum(rows.num_accepted, kept) if reasons else rows.num_accepted
     reports = {} if reported is None or plan.logprobs is None else _report(plan, plan.logprobs, reported, rows, kept)
-    gains = Gains(rows.requests, rows.token_ids, kept, accepted, rows.widths, reasons, reports)
+    gains = Gains(
+        rows.requests, rows.token_ids, kept, accepted, rows.widths, reasons, reports, rows.num_decode,
+        plan.draft_length,
+    )  # fmt: skip
     _count(plan.draft_length, rows, gains, ledger)
     for index in sorted(reasons):
         scheduler.finish(rows.requests[index], reasons[index])

@@ -56,6 +56,7 @@ class Chunk:
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if they were asked for
     # Of the prompt's tokens, None for the first of them, if they were asked for; in the first chunk only.
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    drafted: int = 0  # in the step; 0 also where the prompt gave the token
 
     @property
     def text(self) -> str:
@@ -80,7 +81,7 @@ class TextStream:
         stop_reason = request.stop_reason if delta.finish_reason == "stop" else None
         return Chunk(
             delta.token_ids, delta.accepted, tuple(pieces), delta.width, delta.finish_reason, stop_reason, request.index,
-            delta.logprobs, prompt_logprobs,
+            delta.logprobs, prompt_logprobs, delta.drafted,
         )  # fmt: skip
 
 

@@ -1,16 +1,23 @@
 """`slipstream serve`."""
 
+import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slipstream.commands import flags
-from slipstream.commands.shared import options_of, start
+from slipstream.commands.shared import options_of, several
+from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError
-from slipstream.options import DEFAULT_MODEL, build, field_names
+from slipstream.lab.bench_options import IGNORED_BY_MODE
+from slipstream.options import DEFAULT_MODEL, MODE_FLAGS, Options, build, field_names
 from slipstream.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from slipstream.llm import LLM
 
 KEPT_PRODUCTS = 128
 
@@ -19,6 +26,9 @@ def serve(
     model: flags.Model = None,
     draft: flags.Draft = None,
     verify: flags.Verify = None,
+    also: Annotated[
+        str | None, typer.Option(help="Further modes that requests may ask for: off,static. Default: none.")
+    ] = None,
     num_speculative_tokens: flags.NumDrafts = None,
     dtype: flags.Dtype = None,
     device: flags.Device = None,
@@ -30,9 +40,6 @@ def serve(
     port: Annotated[int | None, typer.Option(help="0 takes any that is free. Default: 8000.")] = None,
     served_name: Annotated[str | None, typer.Option(help="What requests call the model. Default: as --model.")] = None,
     api_keys: Annotated[Path | None, typer.Option(help="File with a key a line. Default: no key is asked for.")] = None,
-    max_waiting: Annotated[
-        int | None, typer.Option(help="Answers that may wait; beyond them: 429. Default: 256.")
-    ] = None,
     request_timeout_s: Annotated[
         float | None, typer.Option("--request-timeout", help="Seconds for a whole answer. Default: 600.")
     ] = None,
@@ -46,17 +53,18 @@ def serve(
     The config file may also have draft_layout, cost_model, acceptance, max_model_len, kv_memory, and what docs/SERVING.md marks with *.
     """
     own = field_names(ServeOptions) - {"keys"}
-    options = options_of(locals(), own=tuple(own))
+    options = options_of({**locals(), "also": several("also", also, str)}, own=tuple(own))
     if options.sampling:
         raise ConfigError(f"{', '.join(sorted(options.sampling))}: no effect here; every request says what it asks for")
     serving = build(ServeOptions, options.command, "serve")
+    modes = _modes(options, serving.also)
     _require_libraries()
     _bound_kept_products()
     from slipstream.serve.app import bind, run
 
     bound = bind(serving)
     try:
-        run(start(options), serving, options.model or DEFAULT_MODEL, bound)
+        run(_engines(options, modes), serving, options.model or DEFAULT_MODEL, bound)
     finally:
         bound.close()
 
@@ -69,6 +77,35 @@ def _bound_kept_products() -> None:
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(KEPT_PRODUCTS))
+
+
+def _modes(options: Options, also: Sequence[str]) -> list[SpeculativeConfig]:
+    """The server's own way of speculating, and those beside it with the options that have an effect in them."""
+    own = options.speculative_config()
+    if own.mode in also:
+        raise ConfigError(f"also holds {own.mode!r}, which is the server's own mode; name others")
+    fields = {name: value for name, value in options.speculative.items() if name not in MODE_FLAGS}
+    if not fields.get("draft_model") and set(also) - {"off"}:
+        raise ConfigError(f"also {','.join(also)} needs a drafter; name one with --draft")
+    kept = {mode: {k: v for k, v in fields.items() if k not in IGNORED_BY_MODE.get(mode, ())} for mode in also}
+    return [own, *(SpeculativeConfig.for_mode(mode, **kept[mode]) for mode in also)]
+
+
+def _engines(options: Options, modes: Sequence[SpeculativeConfig]) -> "list[LLM]":
+    """One for each mode, all of the same weights, tokenizer and compiled grammars."""
+    sized = options.engine_config()
+    from slipstream.llm import LLM
+    from slipstream.load import load_models
+
+    drafter = next((mode.draft_model for mode in modes if mode.draft_model is not None), None)
+    layout = options.speculative.get("draft_layout", "auto")
+    model = options.model or DEFAULT_MODEL
+    models = load_models(model, drafter, dtype=sized.dtype, device=sized.device, layout=layout)
+    fields = {field.name: getattr(sized, field.name) for field in dataclasses.fields(sized)}
+    llms = [LLM(models, speculative=mode, **fields) for mode in modes]
+    for llm in llms:
+        llm.grammars = llms[0].grammars
+    return llms
 
 
 def _require_libraries() -> None:

@@ -43,7 +43,8 @@ class Graphs:
         function()
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # thread_local: engines of other threads go on meanwhile, in a server of several modes that makes one anew.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = function()
         self._captured[key] = Captured(graph, result)
         return result

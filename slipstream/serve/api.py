@@ -14,6 +14,8 @@ from starlette.responses import Response
 
 from slipstream.errors import SlipstreamError
 from slipstream.request import Request
+from slipstream.serve.engine_thread import EngineThread
+from slipstream.serve.lanes import Lane
 from slipstream.serve.options import ServeOptions
 from slipstream.serve.problems import Problem, problem_of
 from slipstream.serve.protocol import (
@@ -45,25 +47,27 @@ BODIES = {
 
 @router.post("/v1/chat/completions")
 async def chat_completions(http: HttpRequest) -> Response:
-    asked, llm = await _asked(http, ChatRequest), _service(http).llm
-    messages = _plain(asked.messages)
+    asked = await _asked(http, ChatRequest)
+    lane = _service(http).lane(asked.verify)
+    llm, messages = lane.llm, _plain(asked.messages)
 
     def prepare() -> list[list[Request]]:
         token_ids = llm.chat_ids(messages, **(asked.chat_template_kwargs or {}))
         return [llm.prepare(token_ids, asked.sampling_params(llm.room_for_answer(len(token_ids))))]
 
-    return await _answer(http, asked, Chat(), prepare, 1)
+    return await _answer(http, asked, lane, Chat(), prepare, 1)
 
 
 @router.post("/v1/completions")
 async def completions(http: HttpRequest) -> Response:
-    asked, llm = await _asked(http, CompletionRequest), _service(http).llm
+    asked = await _asked(http, CompletionRequest)
+    lane = _service(http).lane(asked.verify)
 
     def prepare() -> list[list[Request]]:
         params = asked.sampling_params(asked.most_tokens)
-        return [llm.prepare(prompt, params) for prompt in asked.prompt]
+        return [lane.llm.prepare(prompt, params) for prompt in asked.prompt]
 
-    return await _answer(http, asked, Completion(), prepare, len(asked.prompt))
+    return await _answer(http, asked, lane, Completion(), prepare, len(asked.prompt))
 
 
 @router.get("/v1/models")
@@ -109,9 +113,12 @@ async def detokenize(http: HttpRequest) -> Response:
 @router.get("/health")
 async def health(http: HttpRequest) -> Response:
     """Whether the engine works; a load balancer wants /ready."""
-    engine = _service(http).engine
-    about = {"status": engine.state, "failures": engine.num_failures, "last_failure": engine.failure}
-    return _json(about, 200 if engine.is_healthy else 503)
+    service = _service(http)
+    engines = {mode: lane.engine for mode, lane in service.lanes.items()}
+    modes = {mode: _health(engine) for mode, engine in engines.items()}
+    worst = min(engines.values(), key=lambda engine: (engine.state == "running", -engine.num_failures))
+    about = {**_health(worst), "failures": sum(engine.num_failures for engine in engines.values()), "modes": modes}
+    return _json(about, 200 if service.is_healthy else 503)
 
 
 @router.get("/ready")
@@ -122,14 +129,20 @@ async def ready(http: HttpRequest) -> Response:
 
 @router.get("/version")
 async def version(http: HttpRequest) -> Response:
-    return _json({"version": metadata.version("slipstream"), "mode": _service(http).llm.speculative.mode})
+    service = _service(http)
+    return _json({"version": metadata.version("slipstream"), "mode": service.own.mode, "modes": list(service.lanes)})
 
 
 @router.get("/metrics")
 async def metrics(http: HttpRequest) -> Response:
     service = _service(http)
-    page = service.metrics.render(await service.snapshot(), service.engine.num_failures)
+    num_failures = {mode: lane.engine.num_failures for mode, lane in service.lanes.items()}
+    page = service.metrics.render(await service.snapshots(), num_failures)
     return Response(page, media_type=service.metrics.content_type)
+
+
+def _health(engine: EngineThread) -> dict[str, Any]:
+    return {"status": engine.state, "failures": engine.num_failures, "last_failure": engine.failure}
 
 
 def _service(http: HttpRequest) -> Service:
@@ -164,14 +177,14 @@ def _check_model(service: Service, name: str | None) -> None:
 
 
 async def _answer(
-    http: HttpRequest, asked: ChatRequest | CompletionRequest, style: Style,
+    http: HttpRequest, asked: ChatRequest | CompletionRequest, lane: Lane, style: Style,
     prepare: Callable[[], list[list[Request]]], num_prompts: int,
 ) -> Response:  # fmt: skip
     service, entry = _service(http), http.scope["slipstream"]
     entry.fields["stream"] = bool(asked.stream)
     if asked.user is not None:
         entry.fields["user"] = asked.user
-    job = service.open(num_prompts * (asked.n or 1))
+    job = service.open(lane, num_prompts * (asked.n or 1), bool(asked.return_steps))
     handed_over = False
     try:
         job.start(await _in_pool(service, asked, prepare))

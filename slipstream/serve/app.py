@@ -10,7 +10,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -40,12 +40,18 @@ DEAF_CLIENT_MS = 60_000  # of a client that acknowledges nothing; then the syste
 SWITCH_INTERVAL_S = 5e-4  # what the engine waits for the loop at most: Python's own 5 ms are many steps
 
 
-def make_app(llm: "LLM", options: ServeOptions, model: str, on_dead: Callable[[], None] = lambda: None) -> FastAPI:
-    """model: what it is called where options name nothing else. on_dead: called when the engine has failed for good."""
+def make_app(
+    llms: "LLM | Sequence[LLM]", options: ServeOptions, model: str, on_dead: Callable[[], None] = lambda: None
+) -> FastAPI:
+    """llms: one, or several over the same weights, a mode each; the first is the one of requests that name no mode.
+
+    model: what it is called where options name nothing else. on_dead: called when an engine has failed for good.
+    """
+    offered = tuple(llms) if isinstance(llms, Sequence) else (llms,)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.service = service = Service(llm, options, options.served_name or model, on_dead)
+        app.state.service = service = Service(offered, options, options.served_name or model, on_dead)
         try:
             yield
         finally:
@@ -54,7 +60,7 @@ def make_app(llm: "LLM", options: ServeOptions, model: str, on_dead: Callable[[]
     app = FastAPI(
         title="Slipstream", version=metadata.version("slipstream"), lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    app.state.spelling = Spelling(llm)
+    app.state.spelling = Spelling(offered[0])
     app.include_router(router)
     app.add_middleware(Guard, keys=options.keys)
     app.add_exception_handler(Problem, _on_problem)
@@ -98,11 +104,11 @@ def bind(options: ServeOptions) -> socket.socket:
     return bound
 
 
-def run(llm: "LLM", options: ServeOptions, model: str, bound: socket.socket) -> None:
-    """Serve until a signal comes. EngineError where the engine failed for good."""
+def run(llms: "Sequence[LLM]", options: ServeOptions, model: str, bound: socket.socket) -> None:
+    """Serve until a signal comes; `llms` as in `make_app`. EngineError where the engine failed for good."""
     configure_logging()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    server = Server(llm, options, model)
+    server = Server(llms, options, model)
     server.run(sockets=[bound])
     if server.has_failed:
         raise EngineError("the engine has failed and was not restarted; the log says why")
@@ -120,9 +126,9 @@ def configure_logging() -> None:
 class Server(uvicorn.Server):
     """uvicorn, with signals that end it as described above."""
 
-    def __init__(self, llm: "LLM", options: ServeOptions, model: str) -> None:
+    def __init__(self, llms: "LLM | Sequence[LLM]", options: ServeOptions, model: str) -> None:
         self.has_failed = False
-        self.app = make_app(llm, options, model, self._on_dead)
+        self.app = make_app(llms, options, model, self._on_dead)
         self._closing: asyncio.Task[None] | None = None
         super().__init__(
             uvicorn.Config(
@@ -158,7 +164,7 @@ class Server(uvicorn.Server):
         service: Service = self.app.state.service
         try:
             await service.drain()
-            await service.engine.stop()
+            await service.stop_engines()
         finally:
             self.should_exit = True
 

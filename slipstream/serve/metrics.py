@@ -4,7 +4,7 @@ Names are those that vLLM's dashboards know, with the prefix slipstream:. Reques
 they go; the engine's own counts are copied by `snapshot` between two steps when somebody asks for them. Knows no HTTP.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,11 @@ class Snapshot:
     num_decode_steps: int  # of the engine
     timings: StepTimings
 
+    @property
+    def num_decode_rows(self) -> int:
+        """Of the target's batches: one given row for each request that decodes, and its drafts."""
+        return self.counters.steps + self.counters.verified
+
 
 def snapshot(llm: "LLM", meter: StepMeter) -> Snapshot:
     """To be called in the engine's thread."""
@@ -85,35 +90,35 @@ class Metrics:
             "time_per_output_token_seconds", "Mean over an answer's tokens after the first.", _PER_TOKEN_S
         )
         self._latency = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE_S)
-        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that got an answer.")
-        self._generation_tokens = self._counter("generation_tokens", "Tokens that clients were given.")
-        self._ended = self._counter("request_success", "Answers that ended, by why.", "finished_reason")
+        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that got an answer.", "mode")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens that clients were given.", "mode")
+        self._ended = self._counter("request_success", "Answers that ended, by why.", "mode", "finished_reason")
         self._refused = self._counter("http_problems", "Requests that ended otherwise, by HTTP status.", "status")
 
-    def first_token(self, seconds: float, num_prompt: int) -> None:
-        self._ttft.labels(self._model).observe(seconds)
-        self._prompt_tokens.labels(self._model).inc(num_prompt)
+    def first_token(self, mode: str, seconds: float, num_prompt: int) -> None:
+        self._ttft.labels(self._model, mode).observe(seconds)
+        self._prompt_tokens.labels(self._model, mode).inc(num_prompt)
 
-    def tokens(self, count: int) -> None:
-        self._generation_tokens.labels(self._model).inc(count)
+    def tokens(self, mode: str, count: int) -> None:
+        self._generation_tokens.labels(self._model, mode).inc(count)
 
-    def answered(self, reason: str, seconds: float, seconds_per_token: float | None) -> None:
-        self._ended.labels(self._model, reason).inc()
-        self._latency.labels(self._model).observe(seconds)
+    def answered(self, mode: str, reason: str, seconds: float, seconds_per_token: float | None) -> None:
+        self._ended.labels(self._model, mode, reason).inc()
+        self._latency.labels(self._model, mode).observe(seconds)
         if seconds_per_token is not None:
-            self._tpot.labels(self._model).observe(seconds_per_token)
+            self._tpot.labels(self._model, mode).observe(seconds_per_token)
 
     def problem(self, status: int) -> None:
         self._refused.labels(self._model, str(status)).inc()
 
-    def render(self, now: Snapshot | None, num_failures: int) -> bytes:
-        """The page; without a snapshot (the engine does not answer) what the engine said last."""
-        self._engine.now = now or self._engine.now
+    def render(self, now: Mapping[str, Snapshot | None], num_failures: Mapping[str, int]) -> bytes:
+        """The page; without a snapshot (an engine does not answer) what the engine said last. Both by mode."""
+        self._engine.now |= {mode: one for mode, one in now.items() if one is not None}
         self._engine.num_failures = num_failures
         return bytes(generate_latest(self.registry))
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(PREFIX + name, about, ["model_name"], buckets=buckets, registry=self.registry)
+        return Histogram(PREFIX + name, about, ["model_name", "mode"], buckets=buckets, registry=self.registry)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, about, ["model_name", *labels], registry=self.registry)
@@ -122,65 +127,72 @@ class Metrics:
 class _EngineCollector(Collector):
     def __init__(self, model: str) -> None:
         self._model = model
-        self.now: Snapshot | None = None
-        self.num_failures = 0
+        self.now: dict[str, Snapshot] = {}  # these two: by mode
+        self.num_failures: Mapping[str, int] = {}
 
     def collect(self) -> Iterator[Metric]:
         yield self._of(CounterMetricFamily, "engine_failures", "Steps that failed.", self.num_failures)
-        if self.now is None:
-            return
         now = self.now
-        yield self._of(GaugeMetricFamily, "num_requests_running", "Answers that have a slot.", now.num_running)
-        yield self._of(GaugeMetricFamily, "num_requests_waiting", "Answers that wait for one.", now.num_waiting)
-        yield self._of(GaugeMetricFamily, "kv_cache_usage_perc", "Share of KV pages in use; 1 is all.", now.kv_usage)
-        yield self._of(CounterMetricFamily, "num_preemptions", "Answers that lost their slot.", now.num_preemptions)
-        yield from self._speculation(now.counters)
+        for kind, name, about, values in (
+            (GaugeMetricFamily, "num_requests_running", "Answers that have a slot.", _each(now, "num_running")),
+            (GaugeMetricFamily, "num_requests_waiting", "Answers that wait for one.", _each(now, "num_waiting")),
+            (GaugeMetricFamily, "kv_cache_usage_perc", "Share of KV pages in use; 1 is all.", _each(now, "kv_usage")),
+            (CounterMetricFamily, "num_preemptions", "Answers that lost their slot.", _each(now, "num_preemptions")),
+        ):
+            yield self._of(kind, name, about, values)
+        yield from self._speculation([one.counters for one in now.values()])
         yield from self._steps(now)
 
-    def _speculation(self, counters: SpecCounters) -> Iterator[Metric]:
+    def _speculation(self, counters: Sequence[SpecCounters]) -> Iterator[Metric]:
         """What became of drafts, in decode steps, by mode."""
-        for name, about, value in (
-            ("num_drafts", "Decode steps of requests.", counters.steps),
-            ("num_draft_tokens", "Tokens drafted.", counters.drafted),
-            ("num_verified_tokens", "Drafts that the target verified.", counters.verified),
-            ("num_accepted_tokens", "Drafts that were accepted.", counters.accepted),
-            ("num_emitted_tokens", "Tokens that decode steps gave, the target's own included.", counters.emitted),
+        for name, about, field in (
+            ("num_drafts", "Decode steps of requests.", "steps"),
+            ("num_draft_tokens", "Tokens drafted.", "drafted"),
+            ("num_verified_tokens", "Drafts that the target verified.", "verified"),
+            ("num_accepted_tokens", "Drafts that were accepted.", "accepted"),
+            ("num_emitted_tokens", "Tokens that decode steps gave, the target's own included.", "emitted"),
         ):
-            yield self._by(f"spec_decode_{name}", about, "", {"": value}, counters.mode)
-        for name, about, label, histogram in (
-            ("num_verified_tokens_per_pos", "Verified, by position in the block.", "position", counters.verified_at),
-            ("num_accepted_tokens_per_pos", "Accepted, by position in the block.", "position", counters.accepted_at),
-            (
-                "num_steps_per_width",
-                "Decode steps, by how many drafts were verified.",
-                "width",
-                counters.width_histogram,
-            ),
+            values = {one.mode: float(getattr(one, field)) for one in counters}
+            yield self._of(CounterMetricFamily, f"spec_decode_{name}", about, values)
+        for name, about, label, field in (
+            ("num_verified_tokens_per_pos", "Verified, by position in the block.", "position", "verified_at"),
+            ("num_accepted_tokens_per_pos", "Accepted, by position in the block.", "position", "accepted_at"),
+            ("num_steps_per_width", "Decode steps, by how many drafts were verified.", "width", "width_histogram"),
         ):
-            # Positions are counted from 0, as the field does.
-            base = 1 if label == "position" else 0
-            values = {str(key - base): float(value) for key, value in sorted(histogram.items())}
-            yield self._by(f"spec_decode_{name}", about, label, values, counters.mode)
+            histograms = {one.mode: getattr(one, field) for one in counters}
+            yield self._histograms(f"spec_decode_{name}", about, label, histograms)
 
-    def _steps(self, now: Snapshot) -> Iterator[Metric]:
+    def _steps(self, now: Mapping[str, Snapshot]) -> Iterator[Metric]:
         """Rows per step are rows / steps."""
-        counters = now.counters
-        rows = float(counters.steps + counters.verified)  # one given row, and the drafts
-        for name, about, value in (
-            ("engine_decode_steps", "The engine's steps in which somebody decoded.", float(now.num_decode_steps)),
-            ("engine_decode_rows", "Rows of the target's batches in them, those of prompts left out.", rows),
-        ):
-            yield self._by(name, about, "", {"": value}, counters.mode)
-        yield from families(PREFIX, self._model, counters.mode, now.timings)
+        for name, about, values in (
+            (
+                "engine_decode_steps", "The engine's steps in which somebody decoded.",
+                {mode: float(one.num_decode_steps) for mode, one in now.items()},
+            ),
+            (
+                "engine_decode_rows", "Rows of the target's batches in them, those of prompts left out.",
+                {mode: float(one.num_decode_rows) for mode, one in now.items()},
+            ),
+        ):  # fmt: skip
+            yield self._of(CounterMetricFamily, name, about, values)
+        yield from families(PREFIX, self._model, {mode: one.timings for mode, one in now.items()})
 
-    def _of(self, kind: type[Metric], name: str, about: str, value: float) -> Metric:
-        family = kind(PREFIX + name, about, labels=["model_name"])  # type: ignore[call-arg]
-        family.add_metric([self._model], value)  # type: ignore[attr-defined]
+    def _of(self, kind: type[Metric], name: str, about: str, values: Mapping[str, float]) -> Metric:
+        """values: by mode."""
+        family = kind(PREFIX + name, about, labels=["model_name", "mode"])  # type: ignore[call-arg]
+        for mode, value in values.items():
+            family.add_metric([self._model, mode], value)  # type: ignore[attr-defined]
         return family
 
-    def _by(self, name: str, about: str, label: str, values: dict[str, float], mode: str) -> Metric:
-        labels = ["model_name", "mode", *([label] if label else [])]
-        family = CounterMetricFamily(PREFIX + name, about, labels=labels)
-        for key, value in values.items():
-            family.add_metric([self._model, mode, *([key] if label else [])], value)
+    def _histograms(self, name: str, about: str, label: str, values: Mapping[str, Mapping[int, int]]) -> Metric:
+        """values: by mode, then by position or width."""
+        family = CounterMetricFamily(PREFIX + name, about, labels=["model_name", "mode", label])
+        base = 1 if label == "position" else 0  # positions are counted from 0, as the field does
+        for mode, histogram in values.items():
+            for key, value in sorted(histogram.items()):
+                family.add_metric([self._model, mode, str(key - base)], float(value))
         return family
+
+
+def _each(now: Mapping[str, Snapshot], field: str) -> dict[str, float]:
+    return {mode: getattr(one, field) for mode, one in now.items()}

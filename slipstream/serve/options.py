@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from slipstream.config import MODES
 from slipstream.errors import ConfigError
 
 OnEngineError = Literal["restart", "exit"]
@@ -15,7 +16,8 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any that is free, said in the log
     served_name: str | None = None  # what requests call the model; None: as it was named at start
-    max_waiting: int = 256  # answers that may wait for a slot; beyond them requests are answered 429
+    also: tuple[str, ...] = ()  # modes besides the server's own: an engine each over the same weights
+    max_waiting: int = 256  # answers of a mode that may wait for a slot; beyond them requests are answered 429
     request_timeout_s: float = 600.0  # from the arrival of a request to the end of its answer
     max_backlog: int = 1024  # steps whose tokens a client has not taken; beyond them its request is ended
     max_body_bytes: int = 4 << 20
@@ -34,6 +36,11 @@ class ServeOptions:
             raise ConfigError(f"port is {self.port!r}; it must lie in [0, 65535], 0 takes any that is free")
         if not self.host or self.served_name == "":
             raise ConfigError("host and served_name must not be empty")
+        for mode in self.also:
+            if mode not in MODES:
+                raise ConfigError(f"also holds {mode!r}; choose among {', '.join(MODES)}")
+        if len(set(self.also)) < len(self.also):
+            raise ConfigError(f"also is {', '.join(self.also)}; name every mode once")
         for name, least in (("max_waiting", 0), ("max_backlog", 1), ("max_body_bytes", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a whole number from {least}")

@@ -80,6 +80,8 @@ class Answering(Body):
     structured: Structured | None = None
     response_format: ResponseFormat | None = None
     return_token_ids: bool = False
+    return_steps: bool | None = None  # what became of drafts, step by step
+    verify: str | None = None  # the mode, where the server offers several; None: its own
 
     @property
     def includes_usage(self) -> bool:

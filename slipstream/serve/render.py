@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from slipstream.errors import RequestError
 from slipstream.logprobs import TokenLogprob
 from slipstream.serve.service import Part
+from slipstream.stream import Chunk
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
@@ -162,7 +163,19 @@ class Renderer:
             extras["token_ids"] = part.token_ids
             if not part.num_tokens_before:
                 extras["prompt_token_ids"] = list(part.request.prompt_ids)
+        if part.steps is not None:
+            extras["steps"] = [step_of(chunk) for chunk in part.steps]
         return extras
+
+
+def step_of(chunk: Chunk) -> dict[str, Any]:
+    """What became of a step's drafts. The first `accepted` tokens are drafts, one behind them the target's own."""
+    texts = [piece.text for piece in chunk.pieces]
+    count = len(chunk.token_ids)
+    if len(texts) > count > 0:  # what was held back at the end belongs to the last token
+        texts[count - 1 :] = ["".join(texts[count - 1 :])]
+    counts = {"drafted": chunk.drafted, "verified": chunk.width, "accepted": sum(chunk.accepted)}
+    return {**counts, "tokens": texts}
 
 
 def usage_of(num_prompt: int, num_output: int) -> dict[str, int]:

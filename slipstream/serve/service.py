@@ -7,29 +7,26 @@ event loop; prompts are tokenized and grammars compiled in small pools of thread
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slipstream.commit import Delta
 from slipstream.logprobs import TokenLogprob
 from slipstream.request import FinishReason, Request
 from slipstream.serve.engine_thread import EngineThread, Mailbox
-from slipstream.serve.metrics import Metrics, Snapshot, snapshot
+from slipstream.serve.lanes import Lane
+from slipstream.serve.metrics import Metrics, Snapshot
 from slipstream.serve.options import ServeOptions
-from slipstream.serve.problems import Problem, engine_failed, queue_full, timed_out, unavailable
+from slipstream.serve.problems import Problem, engine_failed, timed_out, unavailable
 from slipstream.stream import Chunk, TextStream
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
 
 log = logging.getLogger("slipstream.serve")
-
-SNAPSHOT_S = 2.0  # a step may take so long before its metrics are old ones
 
 
 @dataclass(slots=True)
@@ -46,12 +43,15 @@ class Part:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    steps: list[Chunk] | None = None  # None: not asked for
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
 
     def add(self, chunk: Chunk) -> None:
+        if self.steps is not None:
+            self.steps.append(chunk)
         self.pieces += [piece.text for piece in chunk.pieces]
         self.token_ids += chunk.token_ids
         if chunk.logprobs is not None:
@@ -77,14 +77,15 @@ class _Answer:
 class Job:
     """The answers to one HTTP request."""
 
-    def __init__(self, service: "Service", num_answers: int) -> None:
+    def __init__(self, lane: Lane, num_answers: int, keeps_steps: bool) -> None:
+        """The places in the lane's queue are taken. keeps_steps: parts say what became of drafts, step by step."""
         self.num_prompt_tokens = self.num_output_tokens = 0
-        self.mailbox = Mailbox(service.options.max_backlog * num_answers)
-        self._service, self._num_answers = service, num_answers
+        self.mailbox = Mailbox(lane.options.max_backlog * num_answers)
+        self._lane, self._num_answers, self._keeps_steps = lane, num_answers, keeps_steps
         self._arrived_s = time.perf_counter()
         self._answers: dict[int, _Answer] = {}  # by uid, of those that have not ended
         self._requests: list[Request] = []
-        seconds = service.options.request_timeout_s
+        seconds = lane.options.request_timeout_s
         self._timer = asyncio.get_running_loop().call_later(seconds, self.mailbox.fail, timed_out(seconds))
         self._is_open = True
 
@@ -93,8 +94,8 @@ class Job:
         self._requests = [request for siblings in prompts for request in siblings]
         self.num_prompt_tokens = sum(len(siblings[0].prompt_ids) for siblings in prompts)
         for index, request in enumerate(self._requests):
-            self._answers[request.uid] = _Answer(index, request, self._service.llm.text_stream(request))
-        self._service.engine.submit(self._requests, self.mailbox)
+            self._answers[request.uid] = _Answer(index, request, self._lane.llm.text_stream(request))
+        self._lane.engine.submit(self._requests, self.mailbox)
 
     async def begun(self) -> None:
         """Until the first tokens are there. Problem where there will be none."""
@@ -111,7 +112,7 @@ class Job:
             parts: dict[int, Part] = {}
             for delta in await self.mailbox.take():
                 self._take(delta, parts)
-            self._service.metrics.tokens(sum(len(part.token_ids) for part in parts.values()))
+            self._lane.given(sum(len(part.token_ids) for part in parts.values()))
             yield list(parts.values())
 
     async def whole(self) -> list[Part]:
@@ -127,8 +128,8 @@ class Job:
         if self._is_open:
             self._is_open = False
             self._timer.cancel()
-            self._service.engine.release(self._requests)
-            self._service.closed(self._num_answers)
+            self._lane.engine.release(self._requests)
+            self._lane.close(self._num_answers)
 
     def _take(self, delta: Delta, parts: dict[int, Part]) -> None:
         answer = self._answers[delta.request.uid]
@@ -138,6 +139,7 @@ class Job:
         part = parts.get(answer.index)
         if part is None:
             part = parts[answer.index] = Part(answer.index, delta.request, answer.num_chars, answer.num_tokens)
+            part.steps = [] if self._keeps_steps else None
         part.add(chunk)
         answer.num_chars += len(chunk.text)
         answer.num_tokens += len(delta.token_ids)
@@ -145,16 +147,16 @@ class Job:
         self._observe(answer, delta)
 
     def _observe(self, answer: _Answer, delta: Delta) -> None:
-        now, metrics = time.perf_counter(), self._service.metrics
+        now, lane = time.perf_counter(), self._lane
         if not answer.first_token_s:
             answer.first_token_s = now
-            metrics.first_token(now - self._arrived_s, len(delta.request.prompt_ids) if delta.request.index == 0 else 0)
+            num_prompt = len(delta.request.prompt_ids) if delta.request.index == 0 else 0
+            lane.metrics.first_token(lane.mode, now - self._arrived_s, num_prompt)
         if delta.finish_reason is not None:
             del self._answers[delta.request.uid]
             seconds = now - self._arrived_s
             later = answer.num_tokens - 1
-            metrics.answered(delta.finish_reason, seconds, (now - answer.first_token_s) / later if later > 0 else None)
-            self._service.answered(seconds)
+            lane.answered(delta.finish_reason, seconds, (now - answer.first_token_s) / later if later > 0 else None)
 
 
 def _joined(parts: Sequence[Part]) -> Part:
@@ -163,59 +165,73 @@ def _joined(parts: Sequence[Part]) -> Part:
     return Part(
         first.index, first.request, 0, 0, [piece for part in parts for piece in part.pieces],
         [token for part in parts for token in part.token_ids], entries, first.prompt_logprobs, last.finish_reason,
-        last.stop_reason,
+        last.stop_reason, None if first.steps is None else [step for part in parts for step in part.steps or ()],
     )  # fmt: skip
 
 
 class Service:
     """What all requests share. Made in the event loop that serves them."""
 
-    def __init__(self, llm: "LLM", options: ServeOptions, model: str, on_dead: Callable[[], None]) -> None:
-        self.llm, self.options, self.model = llm, options, model
+    def __init__(
+        self, llms: Sequence["LLM"], options: ServeOptions, model: str, on_dead: Callable[[], None]
+    ) -> None:  # fmt: skip
+        """llms: a mode each, over the same weights; the first is the one of requests that name none."""
+        self.options, self.model = options, model
         self.created = int(time.time())
         self.metrics = Metrics(model)
-        self.engine = EngineThread(llm, on_error=options.on_engine_error, on_dead=on_dead, stall_s=options.stall_s)
+        self.lanes = {lane.mode: lane for lane in (Lane(llm, options, self.metrics, on_dead) for llm in llms)}
+        assert len(self.lanes) == len(llms), "two engines of one mode"
+        self.own = next(iter(self.lanes.values()))
         self.is_draining = False
-        self.num_open = 0  # answers that were admitted and are not closed
-        self._num_slots = llm.engine.scheduler.limits.max_num_seqs
-        self._mean_s = 1.0  # how long an answer takes, the latest ones above all
         # Two pools: a schema that takes long to compile keeps no text waiting.
         self._pools = {False: ThreadPoolExecutor(2, "slipstream-text"), True: ThreadPoolExecutor(2, "slipstream-form")}
 
     @property
-    def is_ready(self) -> bool:
-        return self.engine.is_healthy and not self.is_draining
+    def llm(self) -> "LLM":
+        """For what does not depend on the mode."""
+        return self.own.llm
 
-    def open(self, num_answers: int) -> Job:
-        """Places in the queue for a request. Problem where there are none."""
+    @property
+    def engine(self) -> EngineThread:
+        """Of requests that name no mode."""
+        return self.own.engine
+
+    @property
+    def num_open(self) -> int:
+        """Answers that were admitted and are not closed."""
+        return sum(lane.num_open for lane in self.lanes.values())
+
+    @property
+    def is_healthy(self) -> bool:
+        return all(lane.engine.is_healthy for lane in self.lanes.values())
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_healthy and not self.is_draining
+
+    def lane(self, mode: str | None) -> Lane:
+        """The engine that serves this mode; None: the server's own. Problem where the server does not offer it."""
+        if mode is None:
+            return self.own
+        if mode not in self.lanes:
+            raise Problem(400, f"verify is {mode!r}, and this server offers {', '.join(self.lanes)}", param="verify")
+        return self.lanes[mode]
+
+    def open(self, lane: Lane, num_answers: int, keeps_steps: bool) -> Job:
+        """Places in a lane's queue for a request. Problem where there are none."""
         if self.is_draining:
             raise unavailable("the server is shutting down")
-        if self.engine.state == "dead":
-            raise unavailable(f"the engine has failed: {self.engine.failure}")
-        limit = self._num_slots + self.options.max_waiting
-        if num_answers > limit:
-            raise Problem(400, f"{num_answers} answers are asked for at once, and at most {limit} have room", param="n")
-        if self.num_open + num_answers > limit:
-            raise queue_full(self._retry_after_s())
-        self.num_open += num_answers
-        return Job(self, num_answers)
-
-    def closed(self, num_answers: int) -> None:
-        self.num_open -= num_answers
-
-    def answered(self, seconds: float) -> None:
-        self._mean_s += 0.1 * (seconds - self._mean_s)
+        lane.open(num_answers)
+        return Job(lane, num_answers, keeps_steps)
 
     async def in_pool(self, function: Callable[[], Any], is_form: bool = False) -> Any:
         """The result of work that would hold up the loop."""
         return await asyncio.get_running_loop().run_in_executor(self._pools[is_form], function)
 
-    async def snapshot(self) -> Snapshot | None:
-        """Of the engine; None where it does not answer in time."""
-        try:
-            return await asyncio.wait_for(self.engine.ask(partial(snapshot, meter=self.engine.meter)), SNAPSHOT_S)
-        except TimeoutError:
-            return None
+    async def snapshots(self) -> dict[str, Snapshot | None]:
+        """Of every engine, by mode; None where one does not answer in time."""
+        found = await asyncio.gather(*(lane.snapshot() for lane in self.lanes.values()))
+        return dict(zip(self.lanes, found, strict=True))
 
     async def drain(self) -> None:
         """Admit nobody, and let those that are in finish within the time of grace."""
@@ -224,13 +240,11 @@ class Service:
         while self.num_open and time.monotonic() < end:
             await asyncio.sleep(0.02)
 
+    async def stop_engines(self) -> None:
+        await asyncio.gather(*(lane.engine.stop() for lane in self.lanes.values()))
+
     async def stop(self) -> None:
         self.is_draining = True
-        await self.engine.stop()
+        await self.stop_engines()
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
-
-    def _retry_after_s(self) -> int:
-        """About when one of those that wait for a slot will have got it."""
-        waves = max(self.num_open - self._num_slots, 1) / self._num_slots
-        return min(max(math.ceil(waves * self._mean_s), 1), 60)

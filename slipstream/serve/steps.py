@@ -6,7 +6,7 @@ device stood still, is known only of steps whose stages are recorded, and record
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -124,18 +124,22 @@ _ABOUT = {
 }
 
 
-def families(prefix: str, model: str, mode: str, timings: StepTimings) -> Iterator[Metric]:
-    """What was measured, for Prometheus."""
+def families(prefix: str, model: str, timings: Mapping[str, StepTimings]) -> Iterator[Metric]:
+    """What was measured, by mode, for Prometheus."""
     for field, (name, about) in _ABOUT.items():
-        durations: Durations = getattr(timings, field)
-        if durations.num:
+        measured: dict[str, Durations] = {mode: getattr(one, field) for mode, one in timings.items()}
+        measured = {mode: durations for mode, durations in measured.items() if durations.num}
+        if measured:
             family = HistogramMetricFamily(prefix + name, about, labels=["model_name", "mode"])
-            family.add_metric([model, mode], _buckets(durations), durations.sum_s)
+            for mode, durations in measured.items():
+                family.add_metric([model, mode], _buckets(durations), durations.sum_s)
             yield family
-    if timings.device_busy is not None:
+    busy = {mode: one.device_busy for mode, one in timings.items() if one.device_busy is not None}
+    if busy:
         about = "Share of the time in which the device worked, over the steps that were recorded last; 1 is always."
         gauge = GaugeMetricFamily(f"{prefix}device_busy_perc", about, labels=["model_name", "mode"])
-        gauge.add_metric([model, mode], timings.device_busy)
+        for mode, share in busy.items():
+            gauge.add_metric([model, mode], share)
         yield gauge
 
 

@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,8 +43,9 @@ def make_llm(models: Models, mode: str = "static", **options: Any) -> LLM:
 class Running:
     """A server that runs, and clients for it."""
 
-    def __init__(self, llm: LLM, server: Server, port: int) -> None:
-        self.llm, self.server, self.port = llm, server, port
+    def __init__(self, llms: Sequence[LLM], server: Server, port: int) -> None:
+        self.llms, self.server, self.port = llms, server, port
+        self.llm = llms[0]
         self.url = f"http://127.0.0.1:{port}"
         self.http = httpx2.Client(base_url=self.url, timeout=60)
 
@@ -74,15 +75,19 @@ class Running:
 
     def settle(self) -> None:
         """Nothing is left of any request: no place in the queue, no slot, no page."""
-        self.wait_until(lambda: self.service.num_open == 0 and self.service.engine.num_open == 0)
+        lanes = self.service.lanes.values()
+        self.wait_until(lambda: all(lane.num_open == 0 and lane.engine.num_open == 0 for lane in lanes))
         self.wait_until(lambda: self.metric("num_requests_running") + self.metric("num_requests_waiting") == 0)
         assert self.metric("kv_cache_usage_perc") == 0
-        assert_nothing_left(self.llm.engine)
+        for llm in self.llms:
+            assert_nothing_left(llm.engine)
 
 
 @contextmanager
-def serving(llm: LLM, send_buffer: int | None = None, **options: Any) -> Iterator[Running]:
-    """Ends as SIGTERM would end it. send_buffer: bytes that the system takes for a client that does not read."""
+def serving(llm: LLM | Sequence[LLM], send_buffer: int | None = None, **options: Any) -> Iterator[Running]:
+    """Ends as SIGTERM would end it. llm: one, or a mode each. send_buffer: bytes that the system takes for a client that
+    does not read.
+    """
     chosen = ServeOptions(port=0, **options)
     bound = bind(chosen)
     if send_buffer is not None:
@@ -94,7 +99,7 @@ def serving(llm: LLM, send_buffer: int | None = None, **options: Any) -> Iterato
         while not server.started:
             assert thread.is_alive(), "the server has not started"
             time.sleep(0.005)
-        running = Running(llm, server, bound.getsockname()[1])
+        running = Running(list(llm) if isinstance(llm, Sequence) else [llm], server, bound.getsockname()[1])
         with running.http:
             yield running
     finally:

@@ -194,7 +194,7 @@ def test_wrong_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     empty.write_text("# none\n")
     for arguments, says in (
         (["--port", "70000"], "port"), (["--on-engine-error", "hope"], "on_engine_error"),
-        (["--max-waiting", "-1"], "max_waiting"), (["--request-timeout", "0"], "request_timeout_s"),
+        (["--also", "off,of"], "also holds 'of'"), (["--request-timeout", "0"], "request_timeout_s"),
         (["--api-keys", str(tmp_path / "none")], "api_keys"), (["--api-keys", str(empty)], "api_keys"),
         (["--config", '{"grace_s": -1}'], "grace_s"), (["--config", '{"stall_s": 0}'], "stall_s"),
         (["--config", '{"max_backlog": 0}'], "max_backlog"),

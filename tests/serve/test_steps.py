@@ -104,7 +104,7 @@ def test_gaps_and_a_busy_device() -> None:
     assert timings.decide_hidden.sum_s == pytest.approx(0.5e-3 * timings.decide.num)
     assert timings.build.sum_s == pytest.approx(0, abs=1e-9)  # behind the verify before
     assert timings.device_busy == pytest.approx(13.5 / 14)
-    names = {family.name for family in families("p:", "m", "lag", timings)}
+    names = {family.name for family in families("p:", "m", {"lag": timings})}
     assert names == {f"p:{name}_seconds" for name in ("engine_step", "decide", "decide_hidden", "build", "gap")} | {
         "p:device_busy_perc"
     }

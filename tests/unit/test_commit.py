@@ -51,6 +51,20 @@ def test_a_step_brings_the_accepted_drafts_and_one_token():
     assert (counters.verified_at, counters.accepted_at) == ({1: 1, 2: 1, 3: 1}, {1: 1, 2: 1})
 
 
+def test_a_delta_says_what_was_drafted_for_it():
+    """Nothing where a prompt gave the token, in the middle of an answer too: after a preemption it is read anew."""
+    request, other = make_request(0, prompt=5), make_request(1, prompt=5)
+    paper = PaperDevice(make_scheduler(drafts=K))
+    paper.add(request, other)
+    said = {0: [], 1: []}
+    for number in range(8):
+        if number == 4:
+            paper.scheduler._preempt(request)
+        for delta in paper.step(rejected):
+            said[delta.request.uid].append(delta.drafted)
+    assert said == {0: [0, K, K, K, 0, K, K, K], 1: [0, K, K, K, K, K, K, K]}
+
+
 def test_the_token_of_a_prefill_is_no_decode_step():
     request = make_request(0, prompt=5)
     paper = PaperDevice(make_scheduler(tokens=3))
