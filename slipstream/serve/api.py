@@ -32,6 +32,7 @@ from slipstream.serve.protocol import (
 from slipstream.serve.render import Chat, Completion, Renderer, Spelling, Style, usage_of
 from slipstream.serve.service import Service
 from slipstream.serve.sse import EventStream, events, watched
+from slipstream.serve.stats import Stats
 
 _MOST_DROPPED_BYTES = 1 << 26  # of a body that is too large: a client that is cut off would not read the answer
 
@@ -131,6 +132,14 @@ async def ready(http: HttpRequest) -> Response:
 async def version(http: HttpRequest) -> Response:
     service = _service(http)
     return _json({"version": metadata.version("slipstream"), "mode": service.own.mode, "modes": list(service.lanes)})
+
+
+@router.get("/stats")
+async def stats(http: HttpRequest) -> Response:
+    """The engines' figures, for whoever draws them."""
+    found = http.app.state.stats
+    assert isinstance(found, Stats)
+    return _json(await found.look())
 
 
 @router.get("/metrics")

@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from slipstream.errors import EngineError
+from slipstream.serve import webpage
 from slipstream.serve.api import router
 from slipstream.serve.guard import Guard, JsonFormatter, respond
 from slipstream.serve.openapi import document
@@ -29,6 +30,7 @@ from slipstream.serve.options import ServeOptions
 from slipstream.serve.problems import Problem, client_gone
 from slipstream.serve.render import Spelling
 from slipstream.serve.service import Service
+from slipstream.serve.stats import Stats
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
@@ -52,6 +54,7 @@ def make_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.service = service = Service(offered, options, options.served_name or model, on_dead)
+        app.state.stats = Stats(service)
         try:
             yield
         finally:
@@ -62,6 +65,7 @@ def make_app(
     )
     app.state.spelling = Spelling(offered[0])
     app.include_router(router)
+    app.include_router(webpage.router)
     app.add_middleware(Guard, keys=options.keys)
     app.add_exception_handler(Problem, _on_problem)
     app.add_exception_handler(HTTPException, _on_http)

@@ -95,7 +95,7 @@ def _write(scope: Scope, entry: Entry, seconds: float) -> None:
     service = getattr(scope["app"].state, "service", None) if "app" in scope else None
     if service is not None and (problem is not None or status >= 400):
         service.metrics.problem(problem.status if problem is not None else status)
-    if scope["path"] in ("/health", "/ready", "/metrics") and status < 400:
+    if scope["path"] in ("/health", "/ready", "/metrics", "/stats") and status < 400:
         return  # asked for every few seconds
     client = scope.get("client")
     fields = {

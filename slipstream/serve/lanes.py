@@ -30,7 +30,8 @@ class Lane:
         self.engine = EngineThread(llm, on_error=options.on_engine_error, on_dead=on_dead, stall_s=options.stall_s)
         self.num_open = 0  # answers that were admitted and are not closed
         self.num_given = 0  # tokens that clients were given
-        self._num_slots = llm.engine.scheduler.limits.max_num_seqs
+        limits = llm.engine.scheduler.limits
+        self.num_drafts, self._num_slots = limits.max_drafts, limits.max_num_seqs
         self._mean_s = 1.0  # how long an answer takes, the latest ones above all
 
     def open(self, num_answers: int) -> None:
