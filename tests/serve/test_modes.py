@@ -70,7 +70,7 @@ def test_all_are_told_of(served: Running) -> None:
 def test_modes_wait_for_themselves_only(tiny_pair: Models) -> None:
     """A queue that is full, and a client that leaves."""
     slow, fast = make_llm(tiny_pair, "static"), make_llm(tiny_pair, "off")
-    long: dict[str, Any] = {**FIELDS, "max_tokens": 150, "ignore_eos": True}
+    long: dict[str, Any] = {**FIELDS, "max_tokens": 100, "ignore_eos": True}
     with serving([slow, fast], max_waiting=0) as running, slowed(slow, 0.01):
         with running.http.stream("POST", COMPLETIONS, json={**long, "n": 4, "stream": True}) as response:
             lines = response.iter_lines()  # kept: the stream is closed with it

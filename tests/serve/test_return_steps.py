@@ -13,7 +13,7 @@ from tests.serve.conftest import CHAT, COMPLETIONS, Running, make_llm, serving
 from tests.serve.test_answers import streamed
 from tests.unit.test_stream import REQUEST, Bytes
 
-FIELDS = {"prompt": "once", "seed": 1, "max_tokens": 90, "return_token_ids": True, "return_steps": True}
+FIELDS = {"prompt": "once", "seed": 1, "max_tokens": 50, "return_token_ids": True, "return_steps": True}
 Step = dict[str, Any]
 
 
@@ -71,7 +71,7 @@ def test_counts_are_those_of_the_engine(pruning: Running) -> None:
 
 
 def test_chat(served: Running) -> None:
-    fields = {"messages": [{"role": "user", "content": "hé"}], "seed": 3, "max_tokens": 60, "return_token_ids": True}
+    fields = {"messages": [{"role": "user", "content": "hé"}], "seed": 3, "max_tokens": 30, "return_token_ids": True}
     events = streamed(served, CHAT, **fields, return_steps=True)
     assert sum(len(step["tokens"]) for step in steps_of(events)) > 1
     assert all("steps" not in choice for event in streamed(served, CHAT, **fields) for choice in event["choices"])

@@ -88,7 +88,7 @@ class Answer {
       for await (const event of chat(asked, key, signal)) this.#take(event.choices[0]);
     } catch (error) {
       if (!signal.aborted) this.box.append(problem(error));
-      this.end(signal.aborted ? "stopped" : "broken off");
+      this.end(signal.aborted ? "stopped" : this.text && "broken off");
     }
     this.end("");
   }

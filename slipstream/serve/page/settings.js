@@ -29,7 +29,7 @@ export class Settings {
   #fillBeside() {
     const [before, verify] = [byId("beside").value, byId("verify").value];
     const others = this.offered.filter((name) => name !== verify);
-    byId("beside").replaceChildren(new Option("nothing", ""), ...others.map((name) => new Option(name, name)));
+    byId("beside").replaceChildren(new Option("none", ""), ...others.map((name) => new Option(name, name)));
     byId("beside").value = others.includes(before) ? before : "";
     byId("beside").disabled = !others.length;
     this.#tell();
