@@ -1,6 +1,7 @@
 """Several modes in one server: an engine each over the same weights, and nothing of one is another's."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -28,15 +29,14 @@ def served(tiny_pair: Models) -> Iterator[Running]:
 def test_a_request_is_served_by_the_mode_it_names(served: Running, tiny_pair: Models) -> None:
     params = SamplingParams(temperature=1, seed=1, max_tokens=30)
     (expected,) = make_llm(tiny_pair, "off").generate(["once upon"], params)
+    lanes = served.service.lanes
     for mode in (*OFFERED, None):
-        before = {
-            llm.speculative.mode: served.metric("generation_tokens_total", mode=llm.speculative.mode)
-            for llm in served.llms
-        }
+        before = {name: lane.num_given for name, lane in lanes.items()}
         check(served.post(COMPLETIONS, **FIELDS, verify=mode).json()["choices"][0], expected)
-        for name, count in before.items():
-            gained = served.metric("generation_tokens_total", mode=name) - count
-            assert gained == (expected.completion_tokens if name == (mode or "static") else 0)
+        gained = {name: lane.num_given - before[name] for name, lane in lanes.items()}
+        assert gained == {name: expected.completion_tokens * (name == (mode or "static")) for name in OFFERED}
+    for name, lane in lanes.items():
+        assert served.metric("generation_tokens_total", mode=name) == lane.num_given
     events = streamed(served, COMPLETIONS, **FIELDS, verify="off", return_steps=True)
     assert {step["drafted"] for event in events for step in event["choices"][0]["steps"]} == {0}
 
@@ -67,16 +67,31 @@ def test_all_are_told_of(served: Running) -> None:
         assert [mode for mode in OFFERED if any(f'mode="{mode}"' in line for line in series)] == list(OFFERED)
 
 
+def test_all_at_once_over_the_same_weights(served: Running, tiny_pair: Models) -> None:
+    """Engines step in threads of their own."""
+    params = [SamplingParams(temperature=1, seed=seed, max_tokens=25) for seed in range(4)]
+    expected = make_llm(tiny_pair, "off").generate(["abc"] * 4, params)
+
+    def ask(mode: str, seed: int) -> None:
+        body = {"prompt": "abc", "seed": seed, "max_tokens": 25, "return_token_ids": True, "verify": mode}
+        check(served.post(COMPLETIONS, **body).json()["choices"][0], expected[seed])
+
+    with ThreadPoolExecutor(12) as pool:
+        for done in [pool.submit(ask, mode, seed) for mode in OFFERED for seed in range(4)]:
+            done.result()
+
+
 def test_modes_wait_for_themselves_only(tiny_pair: Models) -> None:
     """A queue that is full, and a client that leaves."""
-    slow, fast = make_llm(tiny_pair, "static"), make_llm(tiny_pair, "off")
+    fast, slow = make_llm(tiny_pair, "static"), make_llm(tiny_pair, "off")
     long: dict[str, Any] = {**FIELDS, "max_tokens": 100, "ignore_eos": True}
-    with serving([slow, fast], max_waiting=0) as running, slowed(slow, 0.01):
-        with running.http.stream("POST", COMPLETIONS, json={**long, "n": 4, "stream": True}) as response:
+    with serving([fast, slow], max_waiting=0) as running, slowed(slow, 0.01):
+        stream = {**long, "n": 4, "stream": True, "verify": "off"}
+        with running.http.stream("POST", COMPLETIONS, json=stream) as response:
             lines = response.iter_lines()  # kept: the stream is closed with it
             next(lines)
-            assert running.post(COMPLETIONS, **long).status_code == 429
-            assert running.post(COMPLETIONS, **long, verify="off").status_code == 200
+            assert running.post(COMPLETIONS, **long, verify="off").status_code == 429
+            assert running.post(COMPLETIONS, **long).status_code == 200
         running.wait_until(lambda: running.service.num_open == 0)
         running.settle()
 
