@@ -56,7 +56,7 @@ def _statuses(path: str) -> tuple[int, ...]:
         "/v1/chat/completions": answers, "/v1/completions": answers,
         "/tokenize": (200, 400, 401, 404, 408, 413, 415), "/detokenize": (200, 400, 401, 404, 408, 413, 415),
         "/v1/models": (200, 401), "/v1/models/{name}": (200, 401, 404), "/health": (200, 503), "/ready": (200, 503),
-        "/version": (200,), "/metrics": (200,),
+        "/version": (200,), "/metrics": (200,), "/stats": (200,),
     }  # fmt: skip
     return known.get(path, ())
 
@@ -100,7 +100,7 @@ def _or_null(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-def _by_token(value: Schema) -> Schema:
+def _by_name(value: Schema) -> Schema:
     return {"type": "object", "additionalProperties": value}
 
 
@@ -111,7 +111,7 @@ def _enum(*values: Any) -> Schema:
 _GIVEN = {
     "/v1/chat/completions": "ChatCompletion", "/v1/completions": "TextCompletion", "/v1/models": "Models",
     "/v1/models/{name}": "Model", "/tokenize": "Tokens", "/detokenize": "Text", "/health": "Health", "/ready": "Ready",
-    "/version": "Version", "/metrics": "",
+    "/version": "Version", "/metrics": "", "/stats": "Stats",
 }  # fmt: skip
 _PROBLEMS = {
     400: "A field is unknown or unsupported, or its value is wrong; the prompt does not fit.",
@@ -131,8 +131,21 @@ _USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_C
 _ENDING = {"finish_reason": _enum("stop", "length"), "stop_reason": {"type": ["string", "integer", "null"]}}
 _EXTRAS = {
     "token_ids": _list(_COUNT), "prompt_token_ids": _list(_COUNT),
-    "prompt_logprobs": _list(_or_null(_by_token(_object(logprob=_NUMBER, decoded_token=_TEXT)))),
+    "prompt_logprobs": _list(_or_null(_by_name(_object(logprob=_NUMBER, decoded_token=_TEXT)))),
+    "steps": _list(_object(drafted=_COUNT, verified=_COUNT, accepted=_COUNT, tokens=_list(_TEXT))),
 }  # fmt: skip
+_STATE = _enum("running", "restarting", "dead", "stopped")
+_HEALTH = {"status": _STATE, "failures": _COUNT, "last_failure": {"type": ["string", "null"]}}
+_TIMES = _or_null(_object(sum=_NUMBER, count=_COUNT))  # of so many, in seconds; null: never measured
+_FIGURES = _object(  # those that are optional: not before the engine has answered once
+    {
+        **dict.fromkeys(("running", "waiting", "steps", "rows", "drafted", "verified", "accepted", "emitted"), _COUNT),
+        **dict.fromkeys(("verified_at", "accepted_at", "widths"), _list(_COUNT)),
+        **dict.fromkeys(("step_s", "decide_s", "decide_hidden_s", "build_s", "gap_s"), _TIMES),
+        "kv_usage": _NUMBER, "device_busy": _or_null(_NUMBER),
+    },
+    state=_STATE, open=_COUNT, tokens=_COUNT,
+)  # fmt: skip
 
 
 _CHAT_LOGPROBS = _or_null(
@@ -140,7 +153,7 @@ _CHAT_LOGPROBS = _or_null(
 )
 _TEXT_LOGPROBS = _or_null(
     _object(
-        tokens=_list(_TEXT), token_logprobs=_list(_NUMBER), top_logprobs=_list(_by_token(_NUMBER)),
+        tokens=_list(_TEXT), token_logprobs=_list(_NUMBER), top_logprobs=_list(_by_name(_NUMBER)),
         text_offset=_list(_COUNT),
     )
 )  # fmt: skip
@@ -178,10 +191,11 @@ _ANSWERS: Schema = {
     "Models": _object(object=_enum("list"), data=_list(_ref("Model"))),
     "Tokens": _object(tokens=_list(_COUNT), count=_COUNT, max_model_len=_COUNT),
     "Text": _object(prompt=_TEXT),
-    "Health": _object(
-        status=_enum("running", "restarting", "dead", "stopped"), failures=_COUNT,
-        last_failure={"type": ["string", "null"]},
-    ),
+    "Health": _object(**_HEALTH, modes=_by_name(_object(**_HEALTH))),
     "Ready": _object(ready=_FLAG),
-    "Version": _object(version=_TEXT, mode=_TEXT),
+    "Version": _object(version=_TEXT, mode=_TEXT, modes=_list(_TEXT)),
+    "Stats": _object(
+        model=_TEXT, max_model_len=_COUNT, verify=_TEXT, dtype=_TEXT, needs_key=_FLAG, ready=_FLAG, time_s=_NUMBER,
+        modes=_by_name(_FIGURES),
+    ),
 }  # fmt: skip

@@ -14,7 +14,10 @@ from slipstream.load import Models
 from tests.serve.conftest import CHAT, COMPLETIONS, Running, make_llm, serving
 
 USER = [{"role": "user", "content": "hi"}]
-EVERYTHING = {"n": 2, "seed": 1, "max_tokens": 6, "prompt_logprobs": 2, "return_token_ids": True, "stop": "e"}
+EVERYTHING = {
+    "n": 2, "seed": 1, "max_tokens": 6, "prompt_logprobs": 2, "return_token_ids": True, "stop": "e",
+    "return_steps": True, "verify": "static",
+}  # fmt: skip
 ASKED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": USER, "max_tokens": 3}),
     (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 2, **EVERYTHING}),
@@ -61,7 +64,7 @@ def test_what_is_answered_is_what_the_document_says(served: Running, document: d
         if path in (CHAT, COMPLETIONS):
             usage = {"stream_options": {"include_usage": True}}
             check(document, path, "post", served.post(path, **fields, stream=True, **usage))
-    for path in ("/v1/models", "/health", "/ready", "/version", "/metrics"):
+    for path in ("/v1/models", "/health", "/ready", "/version", "/metrics", "/stats"):
         check(document, path, "get", served.http.get(path))
     check(document, "/v1/models/{name}", "get", served.http.get("/v1/models/tiny"))
     check(document, "/v1/models/{name}", "get", served.http.get("/v1/models/none"))
@@ -103,4 +106,4 @@ def test_schemathesis_finds_nothing(small: Running, tmp_path: Path) -> None:
     ]  # fmt: skip
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-5000:]
-    assert "Tested: 10" in done.stdout
+    assert "Tested: 11" in done.stdout
