@@ -50,7 +50,8 @@ def serve(
 ) -> None:
     """Serve the OpenAI API (chat, completions) until SIGTERM. docs/SERVING.md says what it knows.
 
-    The config file may also have draft_layout, cost_model, acceptance, max_model_len, kv_memory, and what docs/SERVING.md marks with *.
+    The config file may also have draft_layout, cost_model, acceptance, max_model_len, kv_memory, and what
+    docs/SERVING.md marks with a star.
     """
     own = field_names(ServeOptions) - {"keys"}
     options = options_of({**locals(), "also": several("also", also, str)}, own=tuple(own))
