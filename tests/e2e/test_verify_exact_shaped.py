@@ -37,7 +37,7 @@ def report_under(name: str, samples: int = 150, **fields: Any) -> dict[str, Any]
     with prompts_file(*PROMPTS) as path:
         options = ExactOptions(
             model="tiny", draft="tiny", prompts=path, requests=len(PROMPTS), samples=samples, positions=(1, 3),
-            concurrency=16, sampling=params, **{"modes": ("static", "random"), **fields},
+            concurrency=16, sampling=params, **{"modes": ("random",), **fields},
         )  # fmt: skip
 
         def begin(mode: str, rule: str) -> LLM:
@@ -53,7 +53,7 @@ def test_the_right_engine_is_exact(name: str) -> None:
     report = report_under(name)
     assert report["verdict"] == "exact", [(c["check"], c["mode"], c["why"]) for c in report["checks"] if c["why"]]
     laws_found = [check for check in report["checks"] if check["check"] == "law"]
-    assert len(laws_found) == 4 and all(test["samples"] > 100 for check in laws_found for test in check["tests"])
+    assert len(laws_found) == 3 and all(test["samples"] > 100 for check in laws_found for test in check["tests"])
     shape = json.loads(json.dumps(report["conditions"]["shape"]))
     assert shape.keys() == SHAPES[name].keys() - {"min_p", "top_p", "ignore_eos"}
 
@@ -86,8 +86,8 @@ def no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "struck", lambda batch, logits, masks: logits)
 
 
-FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
-    (blind_to_drafts, "penalties"), (first_mask_everywhere, "grammar"), (first_mask_everywhere, "both"),
+FAULTS: list[Any] = [
+    (blind_to_drafts, "penalties"), (first_mask_everywhere, "grammar"), pytest.param(first_mask_everywhere, "both", marks=pytest.mark.slow),
 ]  # fmt: skip
 
 

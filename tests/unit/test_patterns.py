@@ -76,6 +76,6 @@ def test_optional_parts_and_characters_beyond_ascii_are_written_anew(pattern: st
 )
 def test_long_ones_are_read_in_linear_time(bomb: str) -> None:
     begun = time.thread_time()
-    misread(bomb * (60_000 // len(bomb)), in_json=True)
-    as_json_string(bomb * (60_000 // len(bomb)))
-    assert time.thread_time() - begun < 3
+    misread(bomb * (30_000 // len(bomb)), in_json=True)
+    as_json_string(bomb * (30_000 // len(bomb)))
+    assert time.thread_time() - begun < 2
