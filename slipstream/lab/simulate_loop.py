@@ -296,13 +296,15 @@ class VirtualEngine:
 
 
 def _scheduler(trace: DenseTrace, num_drafts: int, concurrency: int, batched_tokens: int) -> Scheduler:
-    """One that never lacks a page or a position: a request has one page, as long as the longest of them."""
+    """One that never lacks a page or a position: a request has one page, as long as the longest of them, and leaves one."""
     longest = int((trace.prompt_lengths_np + trace.lengths_np).max()) + BEYOND
     limits = SchedulerLimits(
         max_num_seqs=concurrency, max_num_batched_tokens=max(batched_tokens, 2 * concurrency), max_model_len=longest,
         max_drafts=num_drafts, max_draft_context=NO_LIMIT,
     )  # fmt: skip
-    return Scheduler(limits, PageAllocator(concurrency + NUM_RESERVED_PAGES, page_size=longest + num_drafts + BEYOND))
+    return Scheduler(
+        limits, PageAllocator(2 * concurrency + NUM_RESERVED_PAGES, page_size=longest + num_drafts + BEYOND)
+    )
 
 
 def hand_out(plan: StepPlan, decision: Decision, signal_np: Float32s, calibration_np: Float32s) -> Int32s:

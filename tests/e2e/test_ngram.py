@@ -78,9 +78,9 @@ def test_token_ids_equal_plain_decoding(mode, num_drafts, concurrency, temperatu
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize(("mode", "pages"), [*product(SPECULATING, [None, 8])])
+@pytest.mark.parametrize(("mode", "pages"), [*product(SPECULATING, [None, 7])])
 def test_drafts_are_those_of_the_definition(mode, pages, overlap):
-    """Through chunked prefill, slots that are used again, and (with 8 pages) preemption: whatever stood there before."""
+    """Through chunked prefill, slots that are used again, and (with 7 pages) preemption: whatever stood there before."""
     fields = {} if pages is None else {"kv_memory": pool_bytes(pages, make(mode))}
     llm = make(mode, overlap=overlap, max_num_seqs=3, max_num_batched_tokens=12, **fields)
     spy = Spy(llm)
