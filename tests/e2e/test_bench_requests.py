@@ -16,13 +16,13 @@ def test_every_wish_is_served_and_measured(
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
     prompts.write_text('{"turns": ["hello"]}\n{"turns": ["a b c"]}\n')
     options = (
-        f"--model {target} --draft {drafter} --modes off static --prompts {prompts} --requests 3 --concurrency 2 "
+        f"--model {target} --draft {drafter} --modes static --prompts {prompts} --requests 3 --concurrency 2 "
         f"--max-tokens 6 --waves 1 --dtype float32 --out {out}"
     )
     monkeypatch.setattr(sys, "argv", ["requests.py", *options.split()])
     requests.main()
     rows = json.loads(out.read_text())["rows"]
-    assert [(row["mode"], row["wish"]) for row in rows] == [(m, w) for m in ("off", "static") for w in requests.WISHES]
+    assert [(row["mode"], row["wish"]) for row in rows] == [("static", wish) for wish in requests.WISHES]
     for row in rows:
         wish = requests.WISHES[row["wish"]]
         assert row["tok_per_s"] > 0 and (row["x"] == 1) >= (row["wish"] == "nothing")

@@ -74,6 +74,7 @@ def by_hand(drafter: str, texts: list[str], temperature: float) -> tuple[SpecCou
     return counters, [a / r if r else None for a, r in zip(accepted, reached, strict=True)]
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_the_engine(options: Callable[..., EvaluateOptions]) -> None:
     """Every (set, temperature): counters and acceptance by position equal a run by hand, and drafts change no text."""
     rows = run(options())
@@ -109,6 +110,7 @@ def test_without_waves_nothing_is_timed(options: Callable[..., EvaluateOptions])
     assert rows["all", 0.0, "drafter"]["requests"] == 2
 
 
+@pytest.mark.slow
 def test_rejection_promises_the_same_text_to_greedy_requests_only(options: Callable[..., EvaluateOptions]) -> None:
     rows = run(options(speculative={"acceptance": "rejection"}, limit=1, draft="ngram"))
     assert {who for _, _, who in rows} == {"off", "ngram"}

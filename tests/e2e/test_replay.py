@@ -156,6 +156,7 @@ def test_options_that_do_not_go_with_a_trace(fields: dict, message: str) -> None
         BenchOptions(replay=Replay(trace=Path("t.npz")), **fields)
 
 
+@pytest.mark.slow
 def test_the_bench_says_so_everywhere(tiny_folders: tuple[Path, Path], tmp_path: Path, capsys) -> None:
     from slipstream.cli import main
 

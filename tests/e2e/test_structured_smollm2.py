@@ -92,7 +92,8 @@ def check_person(text: str) -> None:
     assert 1 <= len(person["tags"]) <= 3 and set(person["tags"]) <= {"big", "small", "red"}
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_answers_have_the_form(temperature: float) -> None:
     found = dict(zip(FORMS, plain(temperature), strict=True))
     for name in ("json", "regex", "choice", "shaped"):

@@ -274,7 +274,7 @@ PARTS = {
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a device, every test of a kernel compiles it")
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", [p if p != "networks" else pytest.param(p, marks=pytest.mark.slow) for p in PARTS])
 def test_kernels_compile_without_a_device_in_few_variants(part: str, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[2]

@@ -112,6 +112,7 @@ def test_attention_of_rows_in_any_tiles(window: int | None, dtype: torch.dtype, 
         assert torch.equal(attend(step, cuts, window, launch), alone), cuts
 
 
+@pytest.mark.slow
 def test_attention_that_is_split_by_load_does_depend_on_the_tile(device: str) -> None:
     """The control."""
     shape = Shape()
