@@ -25,17 +25,14 @@ class PrefixCache:
 
     def pages_for(self, request: Request) -> list[int]:
         """Pages of the longest prefix that can be had; the last known token is always computed, for its logits."""
-        if not self._pages.shares:
-            return []
-        limit = request.num_known - 1
-        if request.wants_prompt_report:  # which is made from rows
-            limit = min(limit, request.prompt_logbook.num_tokens)
-        return self._pages.find(self._keys(request)[: limit // self._pages.page_size])
+        return self._pages.find(self._usable(request)) if self._pages.shares else []
 
     def grows(self, request: Request, cached: Sequence[int]) -> bool:
         """Whether the step that is being planned computes the page that comes next: it can be had one step later."""
-        keys = request.page_keys
-        return len(cached) < len(keys) and keys[len(cached)] in self._coming and not request.wants_prompt_report
+        if not self._coming:
+            return False
+        usable = self._usable(request)
+        return len(cached) < len(usable) and usable[len(cached)] in self._coming
 
     def count(self, num_tokens: int, num_cached: int) -> None:
         self.num_queried += num_tokens
@@ -66,6 +63,13 @@ class PrefixCache:
     def discard_all(self) -> None:
         self._coming.clear()
         self._pages.withdraw_all()
+
+    def _usable(self, request: Request) -> list[bytes]:
+        """Keys of pages that it need not compute."""
+        limit = request.num_known - 1
+        if request.wants_prompt_report:  # which is made from rows
+            limit = min(limit, request.prompt_logbook.num_tokens)
+        return self._keys(request)[: limit // self._pages.page_size]
 
     def _keys(self, request: Request) -> list[bytes]:
         """Of all full pages of its known tokens; each is made once."""

@@ -122,6 +122,13 @@ def test_a_prefix_in_chunks_is_waited_for_to_its_end():
     assert serve(paper, *(request(uid, *prefix, 50 + uid) for uid in range(3))) == 41 + 1 + 1
 
 
+def test_nobody_waits_for_a_page_that_has_to_be_computed_anyway():
+    paper = device(slots=3, tokens=64)
+    serve(paper, request(0, *LONG[:8], 99))
+    paper.add(request(1, *LONG[:12]), request(2, *LONG[:12]))
+    assert paper.launch().uids_np.tolist() == [1, 2]
+
+
 def test_who_shares_nothing_does_not_wait():
     paper = device(slots=3, tokens=64)
     paper.add(request(1, *LONG), request(2, 99, *LONG), request(3, *LONG))
