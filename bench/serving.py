@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -43,7 +44,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--requests", type=int, default=128, help="in each wave")
     parser.add_argument("--streams", type=int, default=64, help="at a time; the engine has as many slots")
-    parser.add_argument("--max-tokens", type=int, default=128, help="exact: nothing ends an answer before")
+    parser.add_argument(
+        "--max-tokens", type=int, default=128, help="the mean; lengths are spread evenly, a half to one and a half"
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--waves", type=int, default=5)
     parser.add_argument("--dtype", default="auto")
@@ -227,11 +230,18 @@ def quantile(values: Sequence[float], q: float) -> float:
     return sorted(values)[min(int(q * len(values)), len(values) - 1)]
 
 
+def lengths(mean: int, count: int) -> list[int]:
+    """Of the answers, so that they do not all end in the same step: in an order that is random and always the same."""
+    spread = [max(1, round(mean * (0.5 + (place + 0.5) / count))) for place in range(count)]
+    random.Random(0).shuffle(spread)
+    return spread
+
+
 def make_llm(options: argparse.Namespace) -> tuple[LLM, list[list[int]]]:
     models = load(options.model, options.draft, {"dtype": options.dtype}, {})
     texts = read_prompts(options.prompts)
     texts = [texts[i % len(texts)] for i in range(options.requests)]
-    length = positions_needed(models, [user(text) for text in texts], options.max_tokens)
+    length = positions_needed(models, [user(text) for text in texts], 2 * options.max_tokens)
     fields = {} if options.verify == "off" else {"draft_model": options.draft}
     speculative = SpeculativeConfig.for_mode(options.verify, **fields)
     llm = LLM(models, speculative=speculative, max_num_seqs=options.streams, max_model_len=length)
@@ -242,10 +252,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if taken := cores(options):
         os.sched_setaffinity(0, os.sched_getaffinity(0) - set(taken))
     llm, prompts = make_llm(options)
-    common = {"temperature": options.temperature, "max_tokens": options.max_tokens, "ignore_eos": True}
-    params = [SamplingParams(**common, seed=seed) for seed in range(len(prompts))]
+    asked = [
+        {"seed": seed, "max_tokens": length, "temperature": options.temperature, "ignore_eos": True}
+        for seed, length in enumerate(lengths(options.max_tokens, len(prompts)))
+    ]
+    params = [SamplingParams(**fields) for fields in asked]
     usage = {"stream": True, "stream_options": {"include_usage": True}}
-    requests = [{"prompt": prompt, "seed": seed, **common, **usage} for seed, prompt in enumerate(prompts)]
+    requests = [{"prompt": prompt, **fields, **usage} for prompt, fields in zip(prompts, asked, strict=True)]
     warm_up(llm, [tuple(prompt) for prompt in prompts], params)
     waves: dict[str, list[dict[str, Any]]] = {"offline": [], "served": []} | ({"scraped": []} if options.scrape else {})
     for _ in range(options.waves):

@@ -8,7 +8,7 @@ the scheduler's ledger; Python per row is left for first tokens, for watchers an
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import compress
 from typing import Any, NamedTuple, overload
@@ -87,6 +87,22 @@ class Gains(Sequence[Delta]):
     @property
     def ended(self) -> list[Request]:
         return [self.requests[index] for index in sorted(self.finish_reasons)]
+
+
+def joined(rows: Sequence[tuple[Gains, int]]) -> Delta:
+    """What a request gained in several steps, given by its place in each, as if it had been the last of them."""
+    gains, index = rows[-1]
+    if len(rows) == 1:
+        return gains[index]
+    token_ids: list[int] = []
+    accepted: list[bool] = []
+    for step, place in rows:
+        token_ids += step._columns[0][place]
+        accepted += step._columns[1][place]
+    logprobs = None
+    if gains.requests[index].params.logprobs is not None:
+        logprobs = tuple(entry for step, place in rows for entry in step._logprobs(place) or ())
+    return replace(gains[index], token_ids=tuple(token_ids), accepted=tuple(accepted), logprobs=logprobs)
 
 
 class _Rows(NamedTuple):

@@ -100,6 +100,7 @@ class Engine:
         self.totals = SpecCounters()
         self.requests: dict[int, Request] = {}
         self._inboxes: dict[int, deque[Delta]] = {}
+        self.listener: Callable[[Gains], object] | None = None  # told of what every step gave
         self.num_decode_steps = 0  # launched steps in which somebody decoded
         self.rule = rule
         self.vocab_size = vocab_size
@@ -325,6 +326,8 @@ class Engine:
 
     def _hand_out(self, gains: Gains) -> None:
         """Deltas for those who have an inbox, before those that have ended are forgotten."""
+        if self.listener is not None:
+            self.listener(gains)
         if self._inboxes:
             for index, request in enumerate(gains.requests):
                 if (inbox := self._inboxes.get(request.uid)) is not None:

@@ -187,9 +187,9 @@ class LLM:
         """Most tokens that an answer to so many can have, in this context and this KV pool; at least 1."""
         return max(1, min(self.max_model_len, self._scheduler.pages.num_tokens) - num_prompt)
 
-    def text_stream(self, request: Request) -> TextStream:
-        """What makes chunks of a request's deltas."""
-        return TextStream(self._decoder(request.params))
+    def text_stream(self, request: Request, by_token: bool = True) -> TextStream:
+        """What makes chunks of a request's deltas; by_token: of every token a piece of text."""
+        return TextStream(self._decoder(request.params), by_token)
 
     def restart(self) -> None:
         """A new engine over the same weights, with the totals of the old one, whose requests are lost.

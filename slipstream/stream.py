@@ -66,13 +66,18 @@ class Chunk:
 class TextStream:
     """Turns the deltas of one request into chunks."""
 
-    def __init__(self, decoder: IncrementalDecoder) -> None:
+    def __init__(self, decoder: IncrementalDecoder | ForkingDecoder, by_token: bool = True) -> None:
+        """by_token: every token has a piece of the text. Else a chunk's text is one piece, which takes less time."""
         self._decoder = decoder
+        self._read_at_once = None if by_token or not getattr(decoder, "reads_ahead", False) else decoder.push
         self._is_first = True
 
     def chunk(self, delta: Delta) -> Chunk:
-        tokens = zip(delta.token_ids, delta.accepted, strict=True)
-        pieces = [Piece(self._decoder.push(token), accepted) for token, accepted in tokens]
+        if self._read_at_once is not None:
+            pieces = [Piece(self._read_at_once(*delta.token_ids), False)] if delta.token_ids else []
+        else:
+            tokens = zip(delta.token_ids, delta.accepted, strict=True)
+            pieces = [Piece(self._decoder.push(token), accepted) for token, accepted in tokens]
         if delta.finish_reason is not None and (rest := self._decoder.flush()):
             pieces.append(Piece(rest, pieces[-1].accepted if pieces else False))
         request = delta.request

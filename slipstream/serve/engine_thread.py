@@ -1,9 +1,9 @@
 """The engine in a thread of its own, and the way there and back: commands in, a step's deltas out, all at once.
 
-The thread only steps. What it gains is handed to the event loop by one call per step, and laid into mailboxes there;
-nobody makes it wait: a mailbox takes whatever comes, and one that is not emptied in time is closed and its requests
-ended. `EngineThread` belongs to the loop that made it; methods with a leading underscore and `in thread` in their
-docstring run in the thread, all others on the loop. Knows no HTTP and no texts. Called by `service`.
+The thread only steps. What it gains is handed to the event loop by one call for all, and laid into mailboxes there (an
+`Outbox` says when). Nobody makes the thread wait: a mailbox takes whatever comes, and one that is not emptied in time
+is closed and its requests ended. `EngineThread` belongs to the loop that made it; methods with a leading underscore and
+`in thread` in their docstring run in the thread, all others on the loop. Knows no HTTP and no texts. Called by `lanes`.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from slipstream.commit import Delta
 from slipstream.errors import SlipstreamError
 from slipstream.request import Request
 from slipstream.serve.options import OnEngineError
+from slipstream.serve.outbox import Outbox
 from slipstream.serve.problems import Problem, engine_failed, problem_of, too_slow, unavailable
 from slipstream.serve.steps import StepMeter
 
@@ -35,9 +36,11 @@ Value = TypeVar("Value")
 
 
 class Mailbox:
-    """What has come for some requests and was not taken yet, in steps; on the loop only."""
+    """What has come for some requests and was not taken yet, in pieces; on the loop only."""
 
-    def __init__(self, max_backlog: int) -> None:
+    def __init__(self, max_backlog: int, by_step: bool = False) -> None:
+        """by_step: a piece is what one step gave. Else it may be what several did."""
+        self.by_step = by_step
         self.failure: Problem | None = None  # why no more will come
         self.on_failure: Callable[[], object] = lambda: None
         self._deltas: list[Delta] = []
@@ -76,9 +79,12 @@ class Mailbox:
 class EngineThread:
     def __init__(
         self, llm: "LLM", *, on_error: OnEngineError = "restart", on_dead: Callable[[], None] = lambda: None,
-        stall_s: float = math.inf,
+        stall_s: float = math.inf, interval_s: float = 0.0,
     ) -> None:  # fmt: skip
-        """Starts at once. on_dead: called on the loop when the engine has failed for good. stall_s: most for a step."""
+        """Starts at once. on_dead: called on the loop when the engine has failed for good.
+
+        stall_s: more than a step may take. interval_s: at least so long between what a request gained and what came next.
+        """
         self.llm = llm
         self.state: State = "running"
         self.failure: str | None = None  # the last one
@@ -86,7 +92,8 @@ class EngineThread:
         self._on_error, self._on_dead, self._stall_s = on_error, on_dead, stall_s
         self._loop = asyncio.get_running_loop()
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._inbox: deque[Delta] = deque()  # what a step gained
+        self._outbox = Outbox(interval_s)  # what steps gave and the loop was not told of
+        llm.engine.listener = self._outbox.put
         self._mailboxes: dict[int, tuple[Mailbox, Sequence[Request]]] = {}  # by uid, with all that share the mailbox
         self._busy_since: float | None = None
         self._failed_at: deque[float] = deque(maxlen=MAX_RESTARTS)
@@ -114,7 +121,7 @@ class EngineThread:
             return
         for request in requests:
             self._mailboxes[request.uid] = mailbox, requests
-        self._commands.put(partial(self._add, requests))
+        self._commands.put(partial(self._add, requests, mailbox.by_step))
 
     def release(self, requests: Sequence[Request]) -> None:
         """Nobody waits for them any more; those that have not ended are aborted."""
@@ -188,22 +195,21 @@ class EngineThread:
             self._busy_since = time.monotonic()
             if self.llm.engine.has_work and not self._is_stopping:
                 self.meter.step()
-            self._hand_over()
+            self._hand_over(all_of_it=not self.llm.engine.has_work)
         except Exception as error:
             log.exception("engine_failed")
             return f"{type(error).__name__}: {error}"  # not the error itself: its traceback holds the engine
         return None
 
-    def _hand_over(self) -> None:
-        """In thread: what the step gained goes to the loop, in one piece."""
-        gained = [delta for delta in self._inbox if delta.token_ids or delta.finish_reason is not None]
-        self._inbox.clear()
-        if gained:
-            self._post(partial(self._deliver, gained))
+    def _hand_over(self, all_of_it: bool = False) -> None:
+        """In thread: what steps gained goes to the loop, in one piece; some of it may wait for a later step."""
+        ready = self._outbox.take(time.monotonic(), all_of_it=all_of_it)
+        if ready:
+            self._post(partial(self._deliver, ready))
 
     def _recover(self, reason: str) -> None:
         """In thread: requests that took part have failed; those that still wait go on in a new engine, if there is one."""
-        self._hand_over()
+        self._hand_over(all_of_it=True)
         self.state = "restarting"  # before anybody is told
         self.failure, self.num_failures = reason, self.num_failures + 1
         self._post(partial(self._fail_ended, reason))
@@ -219,10 +225,12 @@ class EngineThread:
         """In thread: whether there is a new engine."""
         waiting = [request for request in self.llm.engine.requests.values() if not request.is_finished]
         try:
+            self._outbox.clear()
             self.meter.forget_recording()  # or the old engine would stay beside the new one
             self.llm.restart()
+            self.llm.engine.listener = self._outbox.put
             for request in waiting:
-                self.llm.engine.add(request, self._inbox)
+                self.llm.engine.add(request)
         except Exception:
             log.exception("engine_restart_failed")
             return False
@@ -230,11 +238,12 @@ class EngineThread:
         self.state = "running"
         return True
 
-    def _add(self, requests: Sequence[Request]) -> None:
+    def _add(self, requests: Sequence[Request], by_step: bool) -> None:
         """In thread."""
+        self._outbox.add(requests, by_step)
         try:
             for request in requests:
-                self.llm.engine.add(request, self._inbox)
+                self.llm.engine.add(request)
         except SlipstreamError as error:  # for all of them, and before any step: they are alike
             self._abort([request.uid for request in requests])
             self._post(partial(self._fail, requests[0].uid, problem_of(error, {})))
@@ -243,6 +252,7 @@ class EngineThread:
         """In thread."""
         for uid in uids:
             self.llm.engine.abort(uid)
+        self._outbox.forget(uids)
 
     def _answer(self, function: Callable[["LLM"], Value], answer: "asyncio.Future[Value]") -> None:
         """In thread."""
@@ -258,6 +268,7 @@ class EngineThread:
         self._is_stopping = True
         self._abort(list(self.llm.engine.requests))
         self.llm.engine.drain()
+        self.llm.engine.listener = None
 
     def _post(self, call: Callable[[], None]) -> None:
         """In thread: have it called on the loop, if that is still there."""

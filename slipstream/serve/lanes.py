@@ -27,7 +27,10 @@ class Lane:
     def __init__(self, llm: "LLM", options: ServeOptions, metrics: Metrics, on_dead: Callable[[], None]) -> None:
         self.llm, self.options, self.metrics = llm, options, metrics
         self.mode: str = llm.speculative.mode
-        self.engine = EngineThread(llm, on_error=options.on_engine_error, on_dead=on_dead, stall_s=options.stall_s)
+        self.engine = EngineThread(
+            llm, on_error=options.on_engine_error, on_dead=on_dead, stall_s=options.stall_s,
+            interval_s=options.stream_interval_s,
+        )  # fmt: skip
         self.num_open = 0  # answers that were admitted and are not closed
         self.num_given = 0  # tokens that clients were given
         limits = llm.engine.scheduler.limits

@@ -19,6 +19,7 @@ class ServeOptions:
     also: tuple[str, ...] = ()  # modes besides the server's own: an engine each over the same weights
     max_waiting: int = 256  # answers of a mode that may wait for a slot; beyond them requests are answered 429
     request_timeout_s: float = 600.0  # from the arrival of a request to the end of its answer
+    stream_interval_s: float = 0.02  # what several short steps gained is one event of a stream; 0: an event a step
     max_backlog: int = 1024  # steps whose tokens a client has not taken; beyond them its request is ended
     max_body_bytes: int = 4 << 20
     body_timeout_s: float = 30.0  # for the body of a request to arrive
@@ -44,7 +45,7 @@ class ServeOptions:
         for name, least in (("max_waiting", 0), ("max_backlog", 1), ("max_body_bytes", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a whole number from {least}")
-        for name in ("request_timeout_s", "body_timeout_s", "stall_s", "grace_s"):
+        for name in ("request_timeout_s", "body_timeout_s", "stall_s", "grace_s", "stream_interval_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a finite number of seconds")
         for name in ("request_timeout_s", "body_timeout_s", "stall_s"):

@@ -80,7 +80,7 @@ class Job:
     def __init__(self, lane: Lane, num_answers: int, keeps_steps: bool) -> None:
         """The places in the lane's queue are taken. keeps_steps: parts say what became of drafts, step by step."""
         self.num_prompt_tokens = self.num_output_tokens = 0
-        self.mailbox = Mailbox(lane.options.max_backlog * num_answers)
+        self.mailbox = Mailbox(lane.options.max_backlog * num_answers, by_step=keeps_steps)
         self._lane, self._num_answers, self._keeps_steps = lane, num_answers, keeps_steps
         self._arrived_s = time.perf_counter()
         self._answers: dict[int, _Answer] = {}  # by uid, of those that have not ended
@@ -94,7 +94,8 @@ class Job:
         self._requests = [request for siblings in prompts for request in siblings]
         self.num_prompt_tokens = sum(len(siblings[0].prompt_ids) for siblings in prompts)
         for index, request in enumerate(self._requests):
-            self._answers[request.uid] = _Answer(index, request, self._lane.llm.text_stream(request))
+            by_token = self._keeps_steps or request.params.logprobs is not None
+            self._answers[request.uid] = _Answer(index, request, self._lane.llm.text_stream(request, by_token))
         self._lane.engine.submit(self._requests, self.mailbox)
 
     async def begun(self) -> None:

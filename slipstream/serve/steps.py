@@ -6,12 +6,9 @@ device stood still, is known only of steps whose stages are recorded, and record
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
-
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from slipstream.lab.critical_path import step_times
 
@@ -113,36 +110,3 @@ class StepMeter:
             known.decide_hidden.extend(times.decide_hidden_s)
             known.gap.extend(times.gap_s)
             known.device_busy = times.device_busy if times.device_busy is not None else known.device_busy
-
-
-_ABOUT = {
-    "step": ("engine_step_seconds", "Turns of the engine's loop."),
-    "decide": ("decide_seconds", "Deciding widths while the device had nothing to do, of some steps."),
-    "decide_hidden": ("decide_hidden_seconds", "Deciding widths while the device worked, of some steps."),
-    "build": ("build_seconds", "Planning a step while the device had nothing to do, of some steps."),
-    "gap": ("gap_seconds", "The device between draft and verify without work, of some steps."),
-}
-
-
-def families(prefix: str, model: str, timings: Mapping[str, StepTimings]) -> Iterator[Metric]:
-    """What was measured, by mode, for Prometheus."""
-    for field, (name, about) in _ABOUT.items():
-        measured: dict[str, Durations] = {mode: getattr(one, field) for mode, one in timings.items()}
-        measured = {mode: durations for mode, durations in measured.items() if durations.num}
-        if measured:
-            family = HistogramMetricFamily(prefix + name, about, labels=["model_name", "mode"])
-            for mode, durations in measured.items():
-                family.add_metric([model, mode], _buckets(durations), durations.sum_s)
-            yield family
-    busy = {mode: one.device_busy for mode, one in timings.items() if one.device_busy is not None}
-    if busy:
-        about = "Share of the time in which the device worked, over the steps that were recorded last; 1 is always."
-        gauge = GaugeMetricFamily(f"{prefix}device_busy_perc", about, labels=["model_name", "mode"])
-        for mode, share in busy.items():
-            gauge.add_metric([model, mode], share)
-        yield gauge
-
-
-def _buckets(durations: Durations) -> list[tuple[str, float]]:
-    bounds = [*map(repr, durations.bounds), "+Inf"]
-    return list(zip(bounds, map(float, accumulate(durations.counts)), strict=True))

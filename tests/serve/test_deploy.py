@@ -14,9 +14,9 @@ import typer
 from slipstream.cli import app
 from slipstream.load import Models
 from slipstream.options import field_names, gather
-from slipstream.serve.metrics import PREFIX
+from slipstream.serve.metrics import PREFIX, families
 from slipstream.serve.options import ServeOptions
-from slipstream.serve.steps import StepTimings, families
+from slipstream.serve.steps import StepTimings
 from tests.serve.conftest import COMPLETIONS, make_llm, serving
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -50,7 +50,7 @@ def names(tiny_pair: Models) -> set[str]:
     timings.device_busy = 1.0
     for field in ("gap", "decide_hidden"):
         getattr(timings, field).add(1.0)
-    of_a_gpu = {sample.name for family in families(PREFIX, "m", "lag", timings) for sample in family.samples}
+    of_a_gpu = {sample.name for family in families(PREFIX, "m", {"lag": timings}) for sample in family.samples}
     return of_a_gpu | {line.partition("{")[0] for line in page.splitlines() if not line.startswith("#")}
 
 

@@ -107,7 +107,7 @@ def test_a_client_that_leaves(tiny_pair: Models, stream: bool, waits: bool) -> N
 def test_a_client_that_does_not_read(tiny_pair: Models) -> None:
     """Nobody waits for it: its neighbour is served meanwhile, and it is cut off when too much waits for it."""
     llm = make_llm(tiny_pair)
-    with serving(llm, max_backlog=20, send_buffer=4096) as running:
+    with serving(llm, max_backlog=20, stream_interval_s=0, send_buffer=4096) as running:
         deaf = raw_request(running.port, **LONG, logprobs=20, n=2, stream=True, receive_buffer=2048)
         with deaf:
             running.wait_until(lambda: running.service.num_open == 2)

@@ -7,7 +7,8 @@ import pytest
 
 from slipstream.device.events import NullRecorder, Span
 from slipstream.load import Models
-from slipstream.serve.steps import NUM_RECORDED, Durations, StepMeter, families
+from slipstream.serve.metrics import families
+from slipstream.serve.steps import NUM_RECORDED, Durations, StepMeter
 from tests.serve.conftest import COMPLETIONS, Running, make_llm, serving
 from tests.unit.test_critical_path import step
 
