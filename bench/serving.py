@@ -10,7 +10,6 @@ With --scrape a third wave asks for /metrics meanwhile, so that steps are record
 """
 
 import argparse
-import asyncio
 import json
 import os
 import random
@@ -32,6 +31,7 @@ from slipstream.prompts import read_prompts, user
 
 QUANTILES = (0.5, 0.95, 0.99)
 NAME = "served"
+CLIENT = Path(__file__).with_name("serving_client.py")
 
 
 def arguments() -> argparse.Namespace:
@@ -57,54 +57,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=None, help="JSON file")
     return parser.parse_args()
-
-
-# ------------------------------------------------------------------------------------------------- the client
-
-
-async def stream(port: int, body: bytes) -> dict[str, float]:
-    """One request over a connection of its own: seconds to the first event and to the last, tokens, events."""
-    start = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
-    if b" 200 " not in await reader.readline():
-        raise RuntimeError((await reader.read(2000)).decode())
-    first_s, num_events, usage = 0.0, 0, b""
-    async for line in reader:
-        if line.startswith(b"data: {"):
-            num_events, usage = num_events + 1, line
-            first_s = first_s or time.perf_counter() - start
-        elif line.startswith(b"data: [DONE]"):
-            break
-    writer.close()
-    num_tokens = json.loads(usage[6:])["usage"]["completion_tokens"]
-    return {"first_s": first_s, "last_s": time.perf_counter() - start, "tokens": num_tokens, "events": num_events}
-
-
-async def client(port: int, num_streams: int, bodies: Sequence[bytes]) -> dict[str, Any]:
-    waiting = iter(bodies)
-
-    async def one_after_another() -> list[dict[str, float]]:
-        return [await stream(port, body) for body in waiting]
-
-    start = time.time()
-    found = await asyncio.gather(*(one_after_another() for _ in range(num_streams)))
-    return {"start": start, "end": time.time(), "answers": [answer for answers in found for answer in answers]}
-
-
-def be_a_client() -> None:
-    """Its work comes as JSON; it tells when it is there, begins at a line, and says what it saw."""
-    task = json.loads(sys.stdin.readline())
-    if task["cores"]:
-        os.sched_setaffinity(0, task["cores"])
-    bodies = [json.dumps(fields).encode() for fields in task["requests"]]
-    print("ready", flush=True)
-    sys.stdin.readline()
-    print(json.dumps(asyncio.run(client(task["port"], task["streams"], bodies))))
-
-
-# ------------------------------------------------------------------------------------------------- the waves
 
 
 @contextmanager
@@ -176,10 +128,9 @@ def clients(
     options: argparse.Namespace, port: int, requests: Sequence[dict[str, Any]]
 ) -> Iterator[list["subprocess.Popen[str]"]]:
     """Processes that are there and wait for a line."""
-    command, count, running = [sys.executable, __file__, "--be-a-client"], options.clients, []
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command, count, running = [sys.executable, str(CLIENT)], options.clients, []
     for number in range(count):
-        each = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        each = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         streams = options.streams // count + (number < options.streams % count)
         tell(
             each,
@@ -295,4 +246,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    be_a_client() if sys.argv[1:] == ["--be-a-client"] else main()
+    main()

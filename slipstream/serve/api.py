@@ -204,7 +204,7 @@ async def _answer(
                 # Headers wait for the first token: whatever is wrong before that gets a status of its own.
                 await job.begun()
                 handed_over = True
-                return EventStream(job, events(job, renderer, asked.includes_usage))
+                return EventStream(job, events(job, renderer, asked.usage_in_stream))
             parts = await job.whole()
         entry.fields["completion_tokens"] = job.num_output_tokens
         return _json(renderer.whole(parts, usage_of(job.num_prompt_tokens, job.num_output_tokens)))

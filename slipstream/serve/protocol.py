@@ -28,6 +28,7 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # the usage so far with every event: load generators ask for it
 
 
 class Structured(Body):
@@ -84,8 +85,9 @@ class Answering(Body):
     verify: str | None = None  # the mode, where the server offers several; None: its own
 
     @property
-    def includes_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def usage_in_stream(self) -> StreamOptions:
+        """What of it is wanted."""
+        return self.stream_options or StreamOptions()
 
     @property
     def most_tokens(self) -> int | None:

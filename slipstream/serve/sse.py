@@ -9,12 +9,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from slipstream.serve.problems import Problem, client_gone
-from slipstream.serve.protocol import json_bytes
+from slipstream.serve.protocol import StreamOptions, json_bytes
 from slipstream.serve.render import Renderer, usage_of
 from slipstream.serve.service import Job
 
@@ -39,12 +40,14 @@ async def _fail_when_gone(receive: Receive, job: Job) -> None:
     job.mailbox.fail(client_gone())
 
 
-async def events(job: Job, renderer: Renderer, includes_usage: bool) -> AsyncIterator[bytes]:
+async def events(job: Job, renderer: Renderer, wanted: StreamOptions) -> AsyncIterator[bytes]:
     """One event for each answer that gained something; several are sent together where they came together."""
-    no_usage = {"usage": None} if includes_usage else {}
+    usage: dict[str, Any] = {"usage": None} if wanted.include_usage else {}
     async for parts in job.parts():
-        yield b"".join(_event(json_bytes(renderer.chunk([part], no_usage))) for part in parts)
-    if includes_usage:
+        if wanted.continuous_usage_stats:
+            usage = {"usage": usage_of(job.num_prompt_tokens, job.num_output_tokens)}
+        yield b"".join(_event(json_bytes(renderer.chunk([part], usage))) for part in parts)
+    if wanted.include_usage:
         usage = {"usage": usage_of(job.num_prompt_tokens, job.num_output_tokens)}
         yield _event(json_bytes(renderer.chunk([], usage)))
     yield _event(b"[DONE]")

@@ -232,6 +232,15 @@ def test_metrics_count_what_happened(tiny_pair: Models) -> None:
         running.wait_until(lambda: running.metric("http_problems_total", status="400") == 1)
 
 
+def test_usage_with_every_event(served: Running) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = streamed(served, COMPLETIONS, prompt="once", max_tokens=60, ignore_eos=True, stream_options=options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == 60
+    assert chunks[-1]["choices"] == []
+
+
 def test_nothing_waits_for_more_to_send(served: Running) -> None:
     """Else the system holds small packets back until the client has acknowledged the last one, 40 ms later."""
     assert served.http.get("/version").status_code == 200

@@ -52,6 +52,22 @@ def test_chunks_joined_are_the_whole_text(cut):
     assert sum(len(chunk.pieces) for chunk in chunks) == 10
 
 
+def test_a_chunk_in_one_piece_has_the_same_text():
+    class AtOnce(Bytes):
+        reads_ahead = True
+
+        def push(self, *token_ids):
+            return "".join(map(super().push, token_ids))
+
+    data = "añ漢🙂".encode()
+    for cut in range(len(data) + 1):
+        stream = TextStream(AtOnce(), by_token=False)
+        chunks = [stream.chunk(delta(*data[:cut])), stream.chunk(delta(*data[cut:], reason="stop"))]
+        assert "".join(chunk.text for chunk in chunks) == "añ漢🙂"
+        assert all(len(chunk.pieces) <= 1 for chunk in chunks)
+        assert [len(chunk.token_ids) for chunk in chunks] == [cut, len(data) - cut]
+
+
 def test_what_is_held_back_comes_with_the_end():
     stream = TextStream(Bytes())
     half = "é".encode()[:1]
