@@ -207,7 +207,7 @@ async def _answer(
                 return EventStream(job, events(job, renderer, asked.usage_in_stream))
             parts = await job.whole()
         entry.fields["completion_tokens"] = job.num_output_tokens
-        return _json(renderer.whole(parts, usage_of(job.num_prompt_tokens, job.num_output_tokens)))
+        return _json(renderer.whole(parts, usage_of(job)))
     except SlipstreamError as error:
         raise problem_of(error, type(asked).model_fields) from error
     finally:

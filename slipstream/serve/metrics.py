@@ -51,6 +51,8 @@ class Snapshot:
     num_waiting: int
     kv_usage: float  # share of the pages that requests can own, in [0, 1]
     num_preemptions: int
+    num_prefix_queries: int  # tokens of answers that got a slot; the next: those of them that were found in the cache
+    num_prefix_hits: int
     counters: SpecCounters  # since the start, requests in flight included
     num_decode_steps: int  # of the engine
     timings: StepTimings
@@ -71,8 +73,8 @@ def snapshot(llm: "LLM", meter: StepMeter) -> Snapshot:
     pages = scheduler.pages
     usage = pages.num_used / pages.num_usable
     return Snapshot(
-        len(scheduler.running), len(scheduler.waiting), usage, scheduler.num_preemptions, counters,
-        engine.num_decode_steps, meter.look(),
+        len(scheduler.running), len(scheduler.waiting), usage, scheduler.num_preemptions,
+        scheduler.prefixes.num_queried, scheduler.prefixes.num_hits, counters, engine.num_decode_steps, meter.look(),
     )  # fmt: skip
 
 
@@ -139,6 +141,8 @@ class _EngineCollector(Collector):
             (GaugeMetricFamily, "num_requests_waiting", "Answers that wait for one.", _each(now, "num_waiting")),
             (GaugeMetricFamily, "kv_cache_usage_perc", "Share of KV pages in use; 1 is all.", _each(now, "kv_usage")),
             (CounterMetricFamily, "num_preemptions", "Answers that lost their slot.", _each(now, "num_preemptions")),
+            (CounterMetricFamily, "prefix_cache_queries", "Tokens looked for.", _each(now, "num_prefix_queries")),
+            (CounterMetricFamily, "prefix_cache_hits", "Tokens found, not computed.", _each(now, "num_prefix_hits")),
         ):
             yield self._of(kind, name, about, values)
         yield from self._speculation([one.counters for one in now.values()])

@@ -127,7 +127,10 @@ _PROBLEMS = {
     504: "The answer was not complete in time.",
 }
 _TOKEN = {"token": _TEXT, "logprob": _NUMBER, "bytes": _list({"type": "integer", "minimum": 0, "maximum": 255})}
-_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+_USAGE = _object(
+    prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT,
+    prompt_tokens_details=_object(cached_tokens=_COUNT),
+)  # fmt: skip
 _ENDING = {"finish_reason": _enum("stop", "length"), "stop_reason": {"type": ["string", "integer", "null"]}}
 _EXTRAS = {
     "token_ids": _list(_COUNT), "prompt_token_ids": _list(_COUNT),

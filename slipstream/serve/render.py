@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.errors import RequestError
 from slipstream.logprobs import TokenLogprob
-from slipstream.serve.service import Part
+from slipstream.serve.service import Job, Part
 from slipstream.stream import Chunk
 
 if TYPE_CHECKING:
@@ -178,5 +178,12 @@ def step_of(chunk: Chunk) -> dict[str, Any]:
     return {**counts, "tokens": texts}
 
 
-def usage_of(num_prompt: int, num_output: int) -> dict[str, int]:
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+def usage_of(job: Job) -> dict[str, Any]:
+    """Of all its prompts, each counted once, and of what their answers have until now."""
+    num_prompt, num_output = job.num_prompt_tokens, job.num_output_tokens
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": job.num_cached_tokens},
+    }

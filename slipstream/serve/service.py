@@ -84,13 +84,20 @@ class Job:
         self._lane, self._num_answers, self._keeps_steps = lane, num_answers, keeps_steps
         self._arrived_s = time.perf_counter()
         self._answers: dict[int, _Answer] = {}  # by uid, of those that have not ended
+        self._prompts: Sequence[Sequence[Request]] = ()  # the requests of each
         self._requests: list[Request] = []
         seconds = lane.options.request_timeout_s
         self._timer = asyncio.get_running_loop().call_later(seconds, self.mailbox.fail, timed_out(seconds))
         self._is_open = True
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that had not to be computed; siblings, who share theirs, do not count."""
+        return sum(siblings[0].num_cached for siblings in self._prompts)
+
     def start(self, prompts: Sequence[Sequence[Request]]) -> None:
         """Put the requests, those of each prompt, into the engine's queue."""
+        self._prompts = prompts
         self._requests = [request for siblings in prompts for request in siblings]
         self.num_prompt_tokens = sum(len(siblings[0].prompt_ids) for siblings in prompts)
         for index, request in enumerate(self._requests):

@@ -45,10 +45,10 @@ async def events(job: Job, renderer: Renderer, wanted: StreamOptions) -> AsyncIt
     usage: dict[str, Any] = {"usage": None} if wanted.include_usage else {}
     async for parts in job.parts():
         if wanted.continuous_usage_stats:
-            usage = {"usage": usage_of(job.num_prompt_tokens, job.num_output_tokens)}
+            usage = {"usage": usage_of(job)}
         yield b"".join(_event(json_bytes(renderer.chunk([part], usage))) for part in parts)
     if wanted.include_usage:
-        usage = {"usage": usage_of(job.num_prompt_tokens, job.num_output_tokens)}
+        usage = {"usage": usage_of(job)}
         yield _event(json_bytes(renderer.chunk([], usage)))
     yield _event(b"[DONE]")
 

@@ -62,6 +62,22 @@ def params_of(fields: dict[str, Any], **more: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 16, **fields, **more})
 
 
+def assert_usage(usage: dict[str, Any], prompt: int, output: int) -> None:
+    cached = usage.pop("prompt_tokens_details").pop("cached_tokens")
+    assert 0 <= cached < prompt
+    assert usage == {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+def test_tokens_that_were_not_computed_are_counted(tiny_pair: Models) -> None:
+    with serving(make_llm(tiny_pair)) as running:
+        prompts = [[5] * 20, [5] * 17 + [6]]
+        first, second = (running.post(COMPLETIONS, prompt=p, max_tokens=1).json()["usage"] for p in prompts)
+        assert_usage(first, 20, 1)
+        assert second["prompt_tokens_details"] == {"cached_tokens": 16}
+        assert running.metric("prefix_cache_queries_total") == 38
+        assert running.metric("prefix_cache_hits_total") == 16
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_completions_are_those_of_the_engine(served: Running, offline: LLM, case: str) -> None:
     fields = CASES[case]
@@ -71,7 +87,7 @@ def test_completions_are_those_of_the_engine(served: Running, offline: LLM, case
         check(choice, answer)
     total = sum(answer.completion_tokens for answer in answers)
     prompt = answers[0].prompt_tokens
-    assert body["usage"] == {"prompt_tokens": prompt, "completion_tokens": total, "total_tokens": prompt + total}
+    assert_usage(body["usage"], prompt, total)
     chunks = streamed(served, COMPLETIONS, prompt=PROMPTS[0], return_token_ids=True, **fields)
     for index, answer in enumerate(answers):
         assert joined(chunks, index) == (answer.text, answer.finish_reason, list(answer.token_ids))
@@ -103,7 +119,7 @@ def test_chat(served: Running, offline: LLM) -> None:
     assert all("role" not in choice["delta"] for chunk in chunks[1:] for choice in chunk["choices"])
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1]["choices"] == []
-    assert chunks[-1]["usage"] == body["usage"]
+    assert_usage(chunks[-1]["usage"], body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"])
     parts = [{"role": m["role"], "content": [{"type": "text", "text": m["content"]}]} for m in MESSAGES]
     assert served.post(CHAT, **(fields | {"messages": parts})).json()["choices"] == body["choices"]
 
