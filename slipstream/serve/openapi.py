@@ -75,9 +75,9 @@ def _json(schema: Schema) -> Schema:
 
 
 def _event(name: str) -> Schema:
-    """Each of the server-sent events; the data of the last one is [DONE]."""
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(name)}
-    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
+    """Each of the server-sent events; the last one is none of JSON."""
+    chunk = {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(name)}
+    return {"type": "object", "properties": {"data": {"anyOf": [chunk, _enum("[DONE]")]}}, "required": ["data"]}
 
 
 def _ref(name: str) -> Schema:

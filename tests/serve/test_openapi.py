@@ -42,7 +42,7 @@ def check(document: dict[str, Any], path: str, method: str, response: Any) -> No
     schema = content[kind]["schema"]
     bodies = [response.json()] if kind == "application/json" else []
     if kind == "text/event-stream":
-        schema = schema["properties"]["data"]["contentSchema"]
+        schema = schema["properties"]["data"]["anyOf"][0]["contentSchema"]
         events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
         assert events.pop() == "[DONE]"
         bodies = list(map(json.loads, events))
