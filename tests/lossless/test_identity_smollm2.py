@@ -1,7 +1,8 @@
 """The identity of test_identity.py on SmolLM2-135M-Instruct with the shipped drafters, fp32.
 
-The whole matrix takes most of an hour of one core, so `make test` runs one case of it and `make test-slow` all; the
-outcomes of a full run are written to runs/identity-smollm2.json.
+The whole matrix takes most of an hour of one core. `make test` runs one case of it, `make test-slow` a third, in which
+every mode and drafter meets every draft length, concurrency and temperature; `pytest -m "slow or matrix"` on this file
+runs all, and the outcomes are written to runs/identity-smollm2.json.
 """
 
 import json
@@ -25,6 +26,7 @@ from tests.lossless.harness import NearTies, Run, judge, run, scripted_cost
 
 SPECULATING = [mode for mode in MODES if mode != "off"]
 NEAR_TIES = NearTies()  # over the whole matrix
+
 OPENINGS = [
     "The capital of France", "def add(a, b):", "Once upon a time", "2 + 2 =", "Dear Sir or Madam,", "import numpy as",
     "The quick brown fox", "In 1969, the first", "Water boils at", "SELECT name FROM", "My favourite colour",
@@ -35,8 +37,15 @@ DRAFTERS = {"smollm2-135m-dspark": 16, "smollm2-135m-dflash": 7, "table": 16}
 SIZES = ("one", "seven", "most")
 MAX_TOKENS = 16
 QUICK = {("lag", "smollm2-135m-dspark", "seven", 8, 0.0)}
+THIRD = {("one", 8, 0.0), ("one", 1, 1.0), ("seven", 8, 0.7), ("seven", 1, 0.0), ("most", 8, 1.0), ("most", 1, 0.7)}
+
+
+def mark_of(mode: str, name: str, size: str, concurrency: int, temperature: float) -> pytest.MarkDecorator:
+    return pytest.mark.slow if (size, concurrency, temperature) in THIRD else pytest.mark.matrix
+
+
 CASES = [
-    pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow, pytest.mark.timeout(600)])
+    pytest.param(*case, marks=[] if case in QUICK else [mark_of(*case), pytest.mark.timeout(600)])
     for case in [
         (mode, name, size, concurrency, temperature)
         for name in DRAFTERS
@@ -106,7 +115,8 @@ def outcomes() -> Iterator[dict[str, str]]:
 def _all_cores() -> Iterator[None]:
     """One thread is right for tiny models; these products are large enough for two."""
     before = torch.get_num_threads()
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    beside_others = "PYTEST_XDIST_WORKER" in os.environ
+    torch.set_num_threads(1 if beside_others else min(2, os.cpu_count() or 1))
     yield
     torch.set_num_threads(before)
 
