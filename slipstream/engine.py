@@ -9,6 +9,7 @@ Policy; the engine knows from when its confidence must be (nothing, the last ste
 
 import dataclasses
 import logging
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -117,7 +118,8 @@ class Engine:
         """One turn of the loop: launches a step if one can be planned, returns what requests gained.
 
         An exception of a part (a drafter, a policy, an interrupt) leaves a step half-way. It ends every running request
-        with an error and is raised; the engine can go on with others. Where memory ran out, smaller steps are tried first.
+        with an error and is raised; the engine can go on with others. Where memory ran out, smaller steps are tried first;
+        what was collected before it did is in the inboxes then, and not returned.
         """
         try:
             return self._step_overlapped() if self.overlap else self._step_plain()
@@ -375,6 +377,7 @@ class Engine:
         )
         self._previous = None
         self.scheduler.prefixes.discard_all()
+        traceback.clear_frames(error.__traceback__)  # they hold what the step had made until then
         release_cached(self._device)
         return True
 

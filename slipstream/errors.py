@@ -23,10 +23,11 @@ class SlipstreamError(Exception):
     exit_code = 1
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(_readable(str(message)))
+        super().__init__(readable(str(message)))
 
 
-def _readable(text: str) -> str:
+def readable(text: str) -> str:
+    """A message of bounded length and without what would steer a terminal."""
     if len(text) > _MOST_CHARACTERS:
         text = f"{text[: _MOST_CHARACTERS - _LAST]} [...] {text[-_LAST:]}"
     if text.isprintable():

@@ -67,9 +67,8 @@ class Request:
     logbook: Logbook = field(init=False, default_factory=Logbook)
     prompt_logbook: Logbook = field(init=False, default_factory=Logbook)
     stop_ids: frozenset[int] = field(init=False)  # tokens that end the answer
-    num_cached: int = field(
-        init=False, default=0
-    )  # known tokens that had not to be computed when it got its first slot
+    # Tokens that had not to be computed when it got its first slot; in later ones it finds its own. None: it has had none.
+    num_cached: int | None = field(init=False, default=None)
     page_keys: list[bytes] = field(init=False, default_factory=list)  # of its first full pages, see `cache.shared`
     _output_ids: list[int] = field(init=False, default_factory=list)  # these three: when it last left its slot
     _accepted: list[bool] = field(init=False, default_factory=list)

@@ -303,7 +303,7 @@ class Scheduler:
         token_ids = np.array((*request.prompt_ids, *request.output_ids), np.int32)
         num_cached = len(cached) * self.pages.page_size
         self.prefixes.count(len(token_ids), num_cached)
-        if not request.output_ids:
+        if request.num_cached is None:
             request.num_cached = num_cached
         self.ledger.admit(slot, request, self.limits.max_model_len, num_cached)
         self.running.append(request)

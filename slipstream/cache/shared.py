@@ -4,6 +4,7 @@ A full page has a *key*, the hash of its tokens and of the key of the page befor
 Called by the scheduler and by `prefixes`.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
@@ -33,7 +34,8 @@ class SharedPages(PageAllocator):
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
         self._num_owners: dict[int, int] = {}  # of pages that had a key when they were given to somebody
-        self._idle: dict[int, None] = {}  # known, without owners; longest unused first
+        # Known, without owners; longest unused first. The first of a dict is found by a walk over all that went before.
+        self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:

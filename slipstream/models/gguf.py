@@ -113,7 +113,7 @@ class GGUFFile:
             num_kv_heads=self._count("attention.head_count_kv", num_heads),
             head_dim=head_dim,
             rms_norm_eps=self._norm_eps(),
-            rope=self._rope(),
+            rope=self._rope(head_dim),
             max_position_embeddings=self._count("context_length"),
             tie_word_embeddings="output.weight" not in self.entries,
             qkv_bias="blk.0.attn_q.bias" in self.entries,
@@ -251,7 +251,7 @@ class GGUFFile:
         if self._value("split.count") not in (None, 0, 1):
             raise CheckpointError(f"{self.path} is one part of a split file; join the parts with `gguf-split --merge`")
 
-    def _rope(self) -> RopeSpec:
+    def _rope(self, head_dim: int) -> RopeSpec:
         theta = self._number("rope.freq_base") or 10000.0
         scale = self._number("rope.scale_linear")
         kind = self.text(f"{self.architecture}.rope.scaling.type") or ("linear" if scale else "none")
@@ -259,8 +259,7 @@ class GGUFFile:
         if _ROPE_FREQS in self.entries:
             if kind != "none":
                 raise CheckpointError(f"{self.path}: rope.scaling.type {kind} together with {_ROPE_FREQS} is unknown")
-            divisors = self.read(self.entries[_ROPE_FREQS]).tolist()
-            return RopeSpec(theta=theta, scaling="factors", divisors=tuple(divisors))
+            return RopeSpec(theta=theta, scaling="factors", divisors=self._divisors(head_dim // 2))
         if kind == "none" or factor == 1.0:
             return RopeSpec(theta=theta)
         if kind == "linear":
@@ -278,6 +277,16 @@ class GGUFFile:
             beta_fast=self._number("rope.scaling.yarn_beta_fast") or 32.0,
             beta_slow=self._number("rope.scaling.yarn_beta_slow") or 1.0,
         )
+
+    def _divisors(self, count: int) -> tuple[float, ...]:
+        """One for each of so many frequencies; compared with that before it is read, for it may be of any size."""
+        entry = self.entries[_ROPE_FREQS]
+        if entry.shape != (count,):
+            raise CheckpointError(
+                f"{self.path}: tensor {_ROPE_FREQS} has shape {list(entry.shape)}, and there are {count} frequencies; "
+                "fetch the file again"
+            )
+        return tuple(self.read(entry).tolist())
 
 
 def hf_name(name: str) -> str:

@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from slipstream.child import limit_memory, spawn
 from slipstream.errors import CheckpointError, EngineError, RequestError
 
-MOST_SECONDS = 4.0  # for one conversation, which takes a millisecond
+MOST_SECONDS = 4.0  # for one conversation, which takes a small part of a millisecond
 MOST_START_SECONDS = 60.0
 MOST_MEMORY_BYTES = 1 << 29  # that the child may take on top of its own
 MOST_CHARACTERS = 1 << 25  # of a prompt: no context holds as many
@@ -172,7 +172,7 @@ def rendered(template: str, values: Mapping[str, Any]) -> tuple[bytes, str]:
 
 @functools.lru_cache(maxsize=16)
 def _template(text: str) -> jinja2.Template:
-    """Compiled once: that takes milliseconds, and rendering a conversation some ten microseconds."""
+    """Compiled once: that takes much longer than rendering a conversation."""
     return _environment().from_string(text)
 
 

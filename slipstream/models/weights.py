@@ -93,7 +93,7 @@ def fill(
 
     Names match those of `module` with packed layers taken apart; a leading "model." is dropped. A tensor under a name
     of `aliases` must equal the one that it is an alias of. Raises CheckpointError for a tensor that is missing,
-    surplus, doubled, of another shape, or not of floats where floats are expected.
+    surplus, doubled, of another shape, not finite, or not of floats where floats are expected.
     """
     places = destinations(module, packing)
     matching = Matching({name: tuple(place.shape) for name, place in places.items()}, source, aliases)

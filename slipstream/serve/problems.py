@@ -3,18 +3,21 @@
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.errors import CapacityError, ConfigError, RequestError, SlipstreamError
+from slipstream.errors import CapacityError, ConfigError, RequestError, SlipstreamError, readable
 
 
 class Problem(Exception):
-    """status: of HTTP. param: the field of the request that is at fault. code: one word for programs."""
+    """status: of HTTP. param: the field of the request that is at fault. code: one word for programs.
+
+    message: may quote a request of megabytes and goes into the log, so that it is cut like those of all errors.
+    """
 
     def __init__(
         self, status: int, message: str, *, code: str | None = None, param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
+        super().__init__(readable(message))
+        self.status, self.message, self.code, self.param = status, str(self), code, param
         self.headers = dict(headers or {})
 
     @property

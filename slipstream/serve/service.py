@@ -93,7 +93,7 @@ class Job:
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that had not to be computed; siblings, who share theirs, do not count."""
-        return sum(siblings[0].num_cached for siblings in self._prompts)
+        return sum(siblings[0].num_cached or 0 for siblings in self._prompts)
 
     def start(self, prompts: Sequence[Sequence[Request]]) -> None:
         """Put the requests, those of each prompt, into the engine's queue."""

@@ -1,10 +1,12 @@
 """A step for which there is no memory: everybody is computed again in smaller steps, and nobody's text shows it."""
 
 import logging
+import weakref
 
 import pytest
 import torch
 
+from slipstream import engine
 from slipstream.testing import assert_nothing_left
 from tests.e2e.engines import SPECULATING, greedy, make_llm, models_with, plain_answers, prompts_of
 
@@ -70,6 +72,23 @@ def test_an_idle_engine_starts_anew_with_steps_of_full_size():
     assert failed == [64, 32]
     llm.generate(PROMPTS, PARAMS)
     assert failed == [64, 32] * 2
+
+
+def test_what_a_step_had_made_is_let_go_before_memory_is_given_back(monkeypatch):
+    llm, made, left = make_llm("off"), [], []
+    verify = llm.engine.target.verify
+
+    def without_memory_at_first(batch, token_ids, shape):
+        if not made:
+            activations = token_ids.clone()
+            made.append(weakref.ref(activations))
+            raise OUT_OF_MEMORY[0]
+        return verify(batch, token_ids, shape)
+
+    llm.engine.target.verify = without_memory_at_first
+    monkeypatch.setattr(engine, "release_cached", lambda device: left.append(made[0]()))
+    llm.generate(PROMPTS, PARAMS)
+    assert left == [None]
 
 
 def test_other_errors_are_not_taken_for_it():

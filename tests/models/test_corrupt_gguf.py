@@ -88,9 +88,9 @@ def values(name: str, place: int, value: float) -> bytes:
     return gguf(None, tensors | {name: (shape, found.tobytes())}).to_bytes()
 
 
-def with_freqs(*divisors: float) -> bytes:
+def with_freqs(*divisors: float, shape: tuple[int, ...] | None = None) -> bytes:
     raw = np.array(divisors, np.float32).tobytes()
-    return gguf(None, gguf_tensors() | {"rope_freqs.weight": ((len(divisors),), raw)}).to_bytes()
+    return gguf(None, gguf_tensors() | {"rope_freqs.weight": (shape or (len(divisors),), raw)}).to_bytes()
 
 
 def scaled(factor: float) -> bytes:
@@ -164,6 +164,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "frequencies of 0": (with_freqs(1.0, 0.0), "rope_freqs"),
     "frequencies of NaN": (with_freqs(1.0, float("nan")), "rope_freqs"),
     "too many frequencies": (with_freqs(1.0, 1.0, 1.0), "rope_freqs"),
+    "a matrix of frequencies": (with_freqs(1.0, 1.0, shape=(2, 1)), "rope_freqs"),
     **{
         f"tokenizer {key} {value!r}"[:60]: (meta({f"tokenizer.{key}": value}), f"tokenizer.{key}".replace(".", "\\."))
         for key in ("ggml.model", "ggml.pre", "chat_template")

@@ -119,6 +119,12 @@ def test_errors_of_the_engine_as_answers(error: Exception, status: int, param: s
         problem_of(KeyError("a bug"), {})
 
 
+def test_a_message_does_not_repeat_a_body_of_megabytes() -> None:
+    problem = Problem(400, f"verify is {'x' * (4 << 20)!r}, and this server offers off", param="verify")
+    assert len(problem.message) < 2100
+    assert problem.body["error"]["message"].endswith("and this server offers off")
+
+
 def test_ids_are_kept_only_where_they_are_harmless() -> None:
     assert request_id_of("abc-1_2.3") == "abc-1_2.3"
     for bad in (None, "", "a\nb", 'a"b', "x" * 129, "ä"):

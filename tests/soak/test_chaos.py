@@ -1,9 +1,16 @@
 """Some minutes of chaos, repeatable; `python -m tests.soak.chaos` goes on for as long as is wished."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 
+from slipstream.cache.shared import SharedPages
+from slipstream.config import SamplingParams
+from slipstream.request import Request
+from slipstream.scheduler import Scheduler
 from tests.soak import chaos
-from tests.soak.faults import InjectedFault
+from tests.soak.faults import Faults, InjectedFault
 
 
 def test_all_that_can_happen_happens() -> None:
@@ -25,44 +32,37 @@ def test_chaos() -> None:
     assert last - first < 40, found["resident_mb"]  # of eight engines in turn
 
 
-def leaks_a_page(scheduler: object) -> None:
-    scheduler.pages.take(1)  # type: ignore[attr-defined]
+_preempt = Scheduler._preempt
 
 
-@pytest.mark.parametrize("fault", ["a page is lost", "a token is wrong"])
-def test_what_is_wrong_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if fault == "a page is lost":
-        monkeypatch.setattr("slipstream.scheduler.Scheduler._preempt", _preempt_and_lose(1))
-    else:
-        monkeypatch.setattr("slipstream.cache.shared.SharedPages.find", _find_more)
-    with pytest.raises(AssertionError):
-        chaos.run(chaos.tiny_setting(), 200, [("static", "coupled", True)])
+def preempts_and_loses_a_page(self: Scheduler, request: Request) -> int:
+    slot = _preempt(self, request)
+    self.pages.take(1)
+    return slot
 
 
-def _preempt_and_lose(count: int):
-    from slipstream.scheduler import Scheduler
-
-    preempt = Scheduler._preempt
-
-    def losing(self, request):
-        slot = preempt(self, request)
-        self.pages.take(count)
-        return slot
-
-    return losing
-
-
-def _find_more(self, keys):
+def finds_more(self: SharedPages, keys: Sequence[bytes]) -> list[int]:
     """Pages for keys whether they are known or not."""
     return [self._page_of.get(key, next(iter(self._key_of), 2)) for key in keys] if self._key_of else []
 
 
+@pytest.mark.parametrize(
+    ("part", "name", "wrong"),
+    [(Scheduler, "_preempt", preempts_and_loses_a_page), (SharedPages, "find", finds_more)],
+)
+def test_what_is_wrong_is_noticed(
+    part: type, name: str, wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that is lost, and KV of other tokens."""
+    monkeypatch.setattr(part, name, wrong)
+    with pytest.raises(AssertionError):
+        chaos.run(chaos.tiny_setting(), 200, [("static", "coupled", True)])
+
+
 def test_a_fault_is_raised_once() -> None:
     llm = chaos.tiny_setting().engine("static", "coupled", True)
-    from tests.soak.faults import Faults
-
     faults = Faults(llm.engine)
     faults._armed = "verify"
     with pytest.raises(InjectedFault, match="injected into verify"):
-        llm.generate([[3, 4, 5]], chaos.SamplingParams(max_tokens=3))
-    assert len(llm.generate([[3, 4, 5]], chaos.SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+        llm.generate([[3, 4, 5]], SamplingParams(max_tokens=3))
+    assert len(llm.generate([[3, 4, 5]], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3

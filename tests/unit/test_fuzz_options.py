@@ -123,7 +123,7 @@ def test_any_value_of_any_option_is_taken_or_refused_by_name(name: str, tmp_path
             options.engine_config()
             options.speculative_config()
         except SlipstreamError as error:
-            assert str(error)  # noqa: PT017
+            assert name in str(error), (value, str(error))  # noqa: PT017
 
 
 # ----------------------------------------------------------------------------------------------------- forms of answers

@@ -176,6 +176,21 @@ def test_a_preempted_request_finds_its_own_pages():
         check_invariants(paper.scheduler)
 
 
+def test_its_own_pages_are_none_that_it_found():
+    """It is thrown out in the middle of its prompt, with a page that others had computed and one of its own."""
+    paper = device(tokens=4, slots=2)
+    serve(paper, request(1, *LONG[:5]))
+    again = request(2, *LONG)
+    paper.add(again)
+    paper.step()
+    paper.scheduler._preempt(again)
+    assert paper.launch().admissions[0].num_cached == 8
+    paper.collect()
+    while paper.scheduler.has_work:
+        paper.step()
+    assert again.num_cached == 4
+
+
 # ------------------------------------------------------------------------------------------------- what is not kept
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slipstream import compiler
+from slipstream.child import spawn
 from slipstream.compiler import Trials, Vocabulary
 from slipstream.errors import EngineError, RequestError
 
@@ -37,10 +38,10 @@ def trials(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> I
     """Children that do what the list says, one after the other."""
     todo = list(request.param)
 
-    def spawn(fd: int) -> Any:
+    def spawn_double(module: str, fd: int) -> Any:
         return subprocess.Popen([sys.executable, "-S", "-c", SCRIPT, str(fd), todo.pop(0)], pass_fds=(fd,))
 
-    monkeypatch.setattr(compiler, "_spawn", spawn)
+    monkeypatch.setattr(compiler, "spawn", spawn_double)
     monkeypatch.setattr(compiler, "MOST_COMPILE_SECONDS", 1.0)
     made = Trials()
     yield made, todo
@@ -93,6 +94,4 @@ def test_the_child_imports_nothing_from_the_working_directory(tmp_path: Any, mon
     (tmp_path / "this.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    monkeypatch.setattr(compiler, "__name__", "this")  # any module that is quick to start
-    child = compiler._spawn(0)
-    assert child.wait(20) == 0
+    assert spawn("this", 0).wait(20) == 0  # any module that is quick to start
