@@ -54,6 +54,13 @@ class Gains(Sequence[Delta]):
     num_decode: int  # the first ones decoded, the others got a token from their prompt
     drafted: int  # for each of those that decoded
 
+    @classmethod
+    def of_failed(cls, requests: Sequence[Request]) -> "Gains":
+        """Of requests that end with an error and no token more."""
+        nothing = np.zeros(len(requests), np.int32)
+        reasons: dict[int, FinishReason] = dict.fromkeys(range(len(requests)), "error")
+        return cls(requests, nothing[:, None], nothing, nothing, nothing, reasons, {}, num_decode=0, drafted=0)
+
     def __len__(self) -> int:
         return len(self.requests)
 

@@ -109,6 +109,7 @@ class Engine:
         self._exporter = Exporter(device)
         self._constrainer = Constrainer(vocab_size, device)
         self._stopwatch = Stopwatch(device.type == "cuda", EventPool(stream=compute_stream(device)))
+        self._is_launching = False  # outside of launches a lack of memory leaves something half committed
         self._previous: Flight | None = None  # overlapped: in flight; plain: kept for its confidence
 
     # ------------------------------------------------------------------ the two loops
@@ -118,14 +119,14 @@ class Engine:
         """One turn of the loop: launches a step if one can be planned, returns what requests gained.
 
         An exception of a part (a drafter, a policy, an interrupt) leaves a step half-way. It ends every running request
-        with an error and is raised; the engine can go on with others. Where memory ran out, smaller steps are tried first;
-        what was collected before it did is in the inboxes then, and not returned.
+        with an error and is raised; the engine can go on with others. Where a launch finds no memory, smaller steps are
+        tried instead; what was collected before it is in the inboxes then, and not returned.
         """
         try:
             return self._step_overlapped() if self.overlap else self._step_plain()
         except BaseException as error:
-            if is_out_of_memory(error) and self._retreat(error):
-                return []
+            if self._is_launching and is_out_of_memory(error):
+                return self._retreat(error)
             self._abandon(error)
             raise
 
@@ -192,6 +193,7 @@ class Engine:
     # ------------------------------------------------------------------ launch: one function per stage
 
     def launch_draft(self, plan: StepPlan, timed: bool) -> Drafted:
+        self._is_launching = True
         start = self._stopwatch.mark() if timed else None
         self.num_decode_steps += plan.num_decode > 0
         with self._span(plan.step, "load", "device"):
@@ -209,6 +211,7 @@ class Engine:
             if plan.any_constrained:
                 token_ids = self._exporter.start("drafts", draft.token_ids[: plan.num_decode])
         marks = None if start is None else (start, self._stopwatch.mark())
+        self._is_launching = False
         return Drafted(plan, loaded, rule, draft, report, token_ids, marks)
 
     def draft_stage(self, shape: DraftShape, loaded: PlanOnDevice, rule: StepRule, step: int) -> Draft:
@@ -220,6 +223,7 @@ class Engine:
             return draft
 
     def launch_verify(self, drafted: Drafted, decision: Decision) -> Flight:
+        self._is_launching = True
         plan, step = drafted.plan, drafted.plan.step
         start = None if drafted.marks is None else self._stopwatch.mark()
         widths = self._widths(drafted, decision)
@@ -234,6 +238,7 @@ class Engine:
         marks = None if start is None else (start, self._stopwatch.mark())
         with self._span(step, "export", "copy"):
             result = self._exporter.start("result", verdict.result[: plan.num_sequences])
+        self._is_launching = False
         return Flight(drafted, decision, result, logprobs, marks)
 
     def verify_stages(self, shape: VerifyShape, drafted: Drafted, widths: torch.Tensor) -> VerifiedRows:
@@ -368,22 +373,26 @@ class Engine:
             if self.overlap:
                 self.collect(previous)
 
-    def _retreat(self, error: BaseException) -> bool:
-        """Everybody goes back to the queue, to be computed again in smaller steps. False: there are none."""
-        if not self.scheduler.shrink():
-            return False
+    def _retreat(self, error: BaseException) -> Sequence[Delta]:
+        """Everybody goes back to the queue, to be computed again in smaller steps; who has no memory alone ends."""
         log.warning(
-            "no memory for a step, the next ones are smaller; lower max_num_batched_tokens or max_num_seqs: %s", error
+            "no memory for a step, the next are smaller; lower max_num_batched_tokens or max_num_seqs: %s", error
         )
-        self._previous = None
+        self._previous, self._is_launching = None, False
+        alone = self.scheduler.shrink()
         self.scheduler.prefixes.discard_all()
+        for request in alone:
+            request.error = f"no memory for a step of this request alone: {error!r}"
+            self.scheduler.finish(request, "error")
+        gains = Gains.of_failed(alone)
+        self._hand_out(gains)
         traceback.clear_frames(error.__traceback__)  # they hold what the step had made until then
         release_cached(self._device)
-        return True
+        return gains
 
     def _abandon(self, error: BaseException) -> None:
         """End all that may have taken part in a step that failed; requests that wait in the queue did not."""
-        self._previous = None
+        self._previous, self._is_launching = None, False
         self.scheduler.prefixes.discard_all()
         for request in list(self.requests.values()):
             if request.slot is not None or request.is_finished:

@@ -26,6 +26,7 @@ from slipstream.prefixes import PrefixCache
 from slipstream.request import FinishReason, Request
 
 MAX_BANS = MAX_EDITS - MAX_BIASES  # ids that min_tokens keeps from ending an answer
+STEPS_UNTIL_GROWTH = 256  # after a step that found no memory, and again
 
 
 class NoPlan(Enum):
@@ -66,6 +67,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefixes = PrefixCache(pages)
         self._most_given, self._most_running = limits.max_num_batched_tokens, limits.max_num_seqs  # see `shrink`
+        self._grow_at = STEPS_UNTIL_GROWTH  # step
         self._table = PageTable(limits.max_num_seqs, pages.pages_for(limits.max_model_len), pages.page_size)
         self.flights: deque[InFlight] = deque()  # planned and not yet committed, oldest first
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
@@ -103,8 +105,6 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self.check(request)
-        if not self.has_work:
-            self._most_given, self._most_running = self.limits.max_num_batched_tokens, self.limits.max_num_seqs
         self.waiting.append(request)
 
     def check(self, request: Request) -> None:
@@ -125,6 +125,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | NoPlan:
         """Plan the next step and book it as in flight."""
+        if self._step == self._grow_at:
+            self._grow()
         if self.waiting and self._free_slots:
             self._give_back()
         num_preempted = self.num_preemptions
@@ -146,24 +148,29 @@ class Scheduler:
             flight = self.flights.popleft()
         return flight
 
-    def shrink(self) -> bool:
-        """The last step was too large for the memory: plan smaller ones until there is no work, with all that ran queued again.
+    def shrink(self) -> list[Request]:
+        """The last step was too large for the memory: plan smaller ones for a while, with all that ran queued again.
 
-        Fewer rows of prompts where it had any, else fewer requests. False, and nothing changed: it had but one.
+        Fewer rows of prompts where it had any, else fewer requests. Returns whom that does not help: its one row was his.
         """
-        if not self.flights:
-            return False
         members = self.flights[-1].members
-        num_given, num_chunks = int(members.num_given_np.sum()), int(np.count_nonzero(members.num_given_np > 1))
-        if num_given == 1:
-            return False
-        if num_chunks:
+        num_given, any_chunk = int(members.num_given_np.sum()), bool((members.num_given_np > 1).any())
+        alone = [request for request in members.requests if request.slot is not None] if num_given == 1 else []
+        if any_chunk:
             self._most_given = num_given // 2
-        else:
+        elif not alone:
             self._most_running = max(1, len(self.running) // 2)
+        self._grow_at = self._step + STEPS_UNTIL_GROWTH
         while self.running:
             self._preempt(self.running[-1])
-        return True
+        return alone
+
+    def _grow(self) -> None:
+        """So many steps went well: the next ones may be twice as large."""
+        limits = self.limits
+        self._most_given = min(2 * self._most_given, limits.max_num_batched_tokens)
+        self._most_running = min(2 * self._most_running, limits.max_num_seqs)
+        self._grow_at = self._step + STEPS_UNTIL_GROWTH
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Take a request out, wherever it is. What of it lies in flight is dropped later, by its generation."""

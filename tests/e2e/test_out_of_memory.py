@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from slipstream import engine
+from slipstream import engine, scheduler
 from slipstream.testing import assert_nothing_left
 from tests.e2e.engines import SPECULATING, greedy, make_llm, models_with, plain_answers, prompts_of
 
@@ -57,21 +57,34 @@ def test_who_does_not_fit_alone_fails_and_the_engine_goes_on():
     llm = make_llm("static", models=models_with("dspark"), num_drafts=3)
     verify = llm.engine.target.verify
     failed = limited(llm, 0)
-    with pytest.raises(torch.OutOfMemoryError):
-        llm.generate(PROMPTS[:1], PARAMS[:1])
+    (answer,) = llm.generate(PROMPTS[:1], PARAMS[:1])
+    assert (answer.finish_reason, answer.token_ids) == ("error", ())
+    assert "no memory" in answer.error
     assert failed == [24, 12, 6, 3, 1]
     assert_nothing_left(llm.engine)
     llm.engine.target.verify = verify
     assert [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS)] == plain_answers(PROMPTS, PARAMS)
 
 
-def test_an_idle_engine_starts_anew_with_steps_of_full_size():
+def test_steps_grow_again(monkeypatch):
+    """Twice as large after so many that went well, whoever is served meanwhile."""
+    monkeypatch.setattr(scheduler, "STEPS_UNTIL_GROWTH", 10)
     llm = make_llm("off", max_num_batched_tokens=64, prefix_caching=False)
     failed = limited(llm, 20)
     llm.generate(PROMPTS, PARAMS)
     assert failed == [64, 32]
-    llm.generate(PROMPTS, PARAMS)
-    assert failed == [64, 32] * 2
+    assert llm.engine.scheduler._most_given == 32
+    llm.generate(PROMPTS[:2], PARAMS[:2])
+    assert failed == [64, 32, 32] and llm.engine.scheduler._most_given == 32
+
+
+def test_a_lack_of_memory_while_results_are_committed_is_an_error():
+    """Half of a step may be committed: nobody can be computed again from there."""
+    llm = make_llm("off")
+    llm.engine.policy.learn = lambda *known: (_ for _ in ()).throw(MemoryError())
+    with pytest.raises(MemoryError):
+        llm.generate(PROMPTS, PARAMS)
+    assert_nothing_left(llm.engine)
 
 
 def test_what_a_step_had_made_is_let_go_before_memory_is_given_back(monkeypatch):
