@@ -12,13 +12,12 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from slipstream.config import MAX_LOGPROBS, MAX_SIBLINGS, SamplingParams
+from slipstream.config import MAX_LOGPROBS, MAX_SIBLINGS, MAX_STOP_IDS, SamplingParams
 from slipstream.errors import RequestError
 from slipstream.serve.problems import Problem
 from slipstream.structured import StructuredOutput
 
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_STOP_IDS = 1024  # the engine looks at each when a request gets its slot
 RESERVED_VARIABLES = ("messages", "add_generation_prompt", "self")  # of a chat template: the server sets them
 
 
