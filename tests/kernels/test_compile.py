@@ -102,7 +102,7 @@ def batch_and_rank() -> None:
     for n in (1, 2, 15, 16, 33):
         batch.admit(
             batch.Admissions(
-                longs[:n], longs[: n + 1], longs.int(), floats[:n], longs[:n], floats[:n], floats[:n], longs[:n],
+                longs[:n], longs[: n + 1], longs.int(), longs[:n], floats[:n], longs[:n], floats[:n], floats[:n], longs[:n],
                 floats[:n], floats[:n], floats[:n], longs[:n], longs[: n + 1], longs[:n], floats[:n], longs[:n],
             ),
             **fields,
