@@ -12,7 +12,7 @@ from collections.abc import Collection
 from slipstream.commit import Delta, Gains, joined
 from slipstream.request import Request
 
-EACH_S = 0.0005  # of the interval, for each request of a step: an event costs about a tenth of that
+EACH_S = 0.0005  # of the interval, for each request of a step: well more than its event costs
 
 
 class Outbox:

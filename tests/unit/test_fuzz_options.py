@@ -79,6 +79,14 @@ def toml(options: dict[str, Any]) -> str:
     return "\n".join(f"{json.dumps(name)} = {json.dumps(value)}" for name, value in options.items())
 
 
+def read(path: Path) -> None:
+    """As commands read their options."""
+    options = gather({}, path)
+    options.sampling_params()
+    options.engine_config()
+    options.speculative_config()
+
+
 @FUZZ
 @given(
     raw=(OPTIONS | STRANGE).map(json.dumps) | OPTIONS.map(toml) | st.text(max_size=60) | st.binary(max_size=40),
@@ -88,10 +96,7 @@ def test_a_config_file_holds_options_or_is_refused(tmp_path: Path, raw: str | by
     path = tmp_path / f"options{suffix}"
     path.write_bytes(raw if isinstance(raw, bytes) else raw.encode("utf-8", "surrogatepass"))
     try:
-        options = gather({}, path)
-        options.sampling_params()
-        options.engine_config()
-        options.speculative_config()
+        read(path)
     except SlipstreamError as error:
         assert str(error)  # noqa: PT017
 
@@ -118,10 +123,7 @@ def test_any_value_of_any_option_is_taken_or_refused_by_name(name: str, tmp_path
     ):
         path.write_text(json.dumps({name: value}))
         try:
-            options = gather({}, path)
-            options.sampling_params()
-            options.engine_config()
-            options.speculative_config()
+            read(path)
         except SlipstreamError as error:
             assert name in str(error), (value, str(error))  # noqa: PT017
 
