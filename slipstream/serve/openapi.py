@@ -198,7 +198,7 @@ _ANSWERS: Schema = {
     "Ready": _object(ready=_FLAG),
     "Version": _object(version=_TEXT, mode=_TEXT, modes=_list(_TEXT)),
     "Stats": _object(
-        model=_TEXT, max_model_len=_COUNT, verify=_TEXT, dtype=_TEXT, needs_key=_FLAG, ready=_FLAG, time_s=_NUMBER,
+        model=_TEXT, max_model_len=_COUNT, verify=_TEXT, dtype=_TEXT, acceptance=_TEXT, needs_key=_FLAG, ready=_FLAG, time_s=_NUMBER,
         modes=_by_name(_FIGURES),
     ),
 }  # fmt: skip

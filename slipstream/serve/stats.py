@@ -35,6 +35,7 @@ class Stats:
         return {
             "model": service.model, "max_model_len": service.llm.max_model_len, "verify": service.own.mode,
             "dtype": str(service.llm.models.dtype).removeprefix("torch."),
+            "acceptance": service.llm.speculative.acceptance,
             "needs_key": bool(service.options.keys), "ready": service.is_ready, "time_s": self._looked_s,
             "modes": {mode: _of(lane, self._known.get(mode)) for mode, lane in service.lanes.items()},
         }  # fmt: skip

@@ -78,8 +78,8 @@ def test_stats_are_those_of_the_engines(served: Running, monkeypatch: pytest.Mon
         assert served.post(COMPLETIONS, **ASKED, verify=mode).status_code == 200
     served.settle()
     found = served.http.get("/stats").json()
-    about = [found[name] for name in ("model", "verify", "dtype", "needs_key", "ready")]
-    assert about == ["tiny", "lag", "float32", True, True]
+    about = [found[name] for name in ("model", "verify", "dtype", "acceptance", "needs_key", "ready")]
+    assert about == ["tiny", "lag", "float32", "coupled", True, True]
     assert list(found["modes"]) == ["lag", "off"]
     for llm in served.llms:
         totals, mode = llm.engine.totals, found["modes"][llm.speculative.mode]

@@ -48,7 +48,7 @@ export class Chat {
     for (const answer of answers) answer.end("stopped"); // those whose turn did not come
     for (const answer of answers) if (answer.text) turn.texts[answer.mode] = answer.text;
     if (Object.keys(turn.texts).length) this.turns.push(turn);
-    if (modes.length > 1) shown.append(verdict(answers, this.settings.dtype));
+    if (modes.length > 1) shown.append(verdict(answers, this.settings));
     if (isAtEnd()) shown.scrollIntoView({ block: "end" });
     byId("announcer").textContent = answers.map((answer) => `${answer.mode}: ${answer.text}`).join("\n");
   }
@@ -146,12 +146,13 @@ function isAtEnd() {
 }
 
 // What side by side comes to: the texts have to be the same, and the steps are not.
-function verdict([one, other], dtype) {
+function verdict([one, other], { dtype, acceptance }) {
   const said = element("p", { class: "verdict quiet small" });
   if ([one, other].some(({ reason }) => reason !== "stop" && reason !== "length")) return said;
   const steps = `${one.sums.steps} steps of ${one.mode}, ${other.sums.steps} of ${other.mode}.`;
   if (one.text === other.text) said.append(`The same text: ${steps}`);
   else if (one.messages !== other.messages) said.append(`What was said before differs, so the texts do: ${steps}`);
+  else if (acceptance === "rejection") said.append(`The texts differ, as sampled ones may under rejection: ${steps}`);
   else if (dtype === "float32") said.append(`The texts differ, which they should not in float32: ${steps}`);
   else said.append(`The texts part where rounding decided a tie, as it may in ${dtype}: ${steps}`);
   return said;

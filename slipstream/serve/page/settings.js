@@ -15,8 +15,9 @@ export class Settings {
   }
 
   // What the server says of itself; called with every look at it.
-  learn({ modes, verify, dtype, needs_key: needsKey }) {
+  learn({ modes, verify, dtype, acceptance, needs_key: needsKey }) {
     this.dtype = dtype;
+    this.acceptance = acceptance;
     byId("key-label").hidden = !needsKey;
     const names = Object.keys(modes);
     if (names.join() === this.offered.join()) return;
