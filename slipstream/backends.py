@@ -78,6 +78,7 @@ def triton_parts(given: Ingredients) -> Parts:
     from slipstream.device.shapes import Buckets
     from slipstream.device.triton import TritonBackend
     from slipstream.draft.fused import FusedBlockDraft
+    from slipstream.kernels.shape_logits import Shaper
     from slipstream.verify.fused import FusedTarget
     from slipstream.verify.fused_rules import FusedCoupledRule, FusedRejectionRule
 
@@ -103,9 +104,10 @@ def triton_parts(given: Ingredients) -> Parts:
         drafter = FusedBlockDraft(given.network, pools[1], models.vocab_size, state, workspace, backend.buffers)
     taps = drafter.tap_layers if drafter else ()
     max_outputs = sizes.max_num_seqs * (sizes.num_drafts + 1)
-    rule: Rule = FusedRejectionRule(given.samples, backend.buffers)
+    shaper = Shaper.make(state.shaping, state.token_ids, models.vocab_size)
+    rule: Rule = FusedRejectionRule(given.samples, backend.buffers, shaper)
     if given.coupled:
-        rule = FusedCoupledRule(given.samples, backend.buffers, given.deterministic)
+        rule = FusedCoupledRule(given.samples, backend.buffers, shaper, given.deterministic)
     return Parts(
         target=FusedTarget(
             models.target, pools[0], taps, models.vocab_size, state, _workspace(models.target.spec, given),

@@ -5,11 +5,13 @@ their work on the scratch page and slot state stays as it is. Called once, by `b
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 
+from slipstream.device.shapes import VerifyShape
 from slipstream.device.triton import TritonBackend
 from slipstream.engine import Drafted, Engine
 from slipstream.plan import StepPlan
@@ -32,17 +34,28 @@ def capture(engine: Engine, draft_lengths: Sequence[int], say: Say) -> int:
     drafts = list(backend.buckets.draft_shapes(draft_lengths)) if backend.pads_drafts else []
     verifies = list(backend.buckets.verify_shapes())
     graphs.capture(("load", None), backend.load_stage)
-    total = 1 + 2 * len(drafts) + len(verifies) * (1 + engine.rule.captures)
+    accepts = {shape: _variants(shape) if engine.rule.captures else () for shape in verifies}
+    sizes = backend.buckets.report_sizes()
+    total = 1 + 2 * len(drafts) + len(verifies) + sum(map(len, accepts.values())) + len(sizes)
     for draft_shape in drafts:
         graphs.capture(("draft", draft_shape), partial(engine.draft_stage, draft_shape, loaded, rule, plan.step))
         graphs.capture(("rank", draft_shape), partial(backend.rank_stage, draft_shape))
         say(len(graphs), total)
     for shape in verifies:
         rows = graphs.capture(("verify", shape), partial(engine.verify_stages, shape, drafted, backend.no_widths))
-        if engine.rule.captures:
-            graphs.capture(("accept", shape), partial(engine.accept_stages, shape, drafted, rows))
+        for variant in accepts[shape]:
+            graphs.capture(("accept", variant), partial(engine.accept_stages, variant, drafted, rows))
         say(len(graphs), total)
+    for size in sizes:
+        stage = partial(backend.report_stage, size, rows.logits, backend.buffers.result)
+        graphs.capture(("report", size), stage)
+    say(len(graphs), total)
     return len(graphs)
+
+
+def _variants(shape: VerifyShape) -> tuple[VerifyShape, ...]:
+    """Acceptance with and without penalties and edits. With rows of prompts it is launched: half as many graphs to record."""
+    return (shape, replace(shape, shaped=True)) if shape.decode_only else (shape,)
 
 
 def nobody() -> StepPlan:

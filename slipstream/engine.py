@@ -269,9 +269,10 @@ class Engine:
         return verdict
 
     def _report(self, drafted: Drafted, decision: Decision, rows: VerifiedRows, verdict: Verdict) -> Export:
-        """Log-probabilities, from the target's own logits; never part of a graph."""
+        """Log-probabilities, from the target's own logits."""
         wanted, step = drafted.plan.logprobs, drafted.plan.step
         assert wanted is not None
+        self.backend.before("report", self._exporter)
         with self._span(step, "report", "device"):
             reported = report(wanted, decision, rows, verdict.result, self.target, self.backend)
         with self._span(step, "export_logprobs", "copy"):

@@ -102,10 +102,14 @@ class StepPlan:
         return self.logprobs is not None and len(self.logprobs.prompts) > 0
 
     @property
+    def any_filtered(self) -> bool:
+        """Somebody asks for tokens to be left out."""
+        return self.any_top_k or self.any_top_p or self.any_min_p or self.any_constrained
+
+    @property
     def any_shaped(self) -> bool:
-        """Somebody asks for more than a temperature."""
-        filtered = self.any_top_k or self.any_top_p or self.any_min_p
-        return filtered or self.any_penalty or self.any_edit or self.any_constrained
+        """Somebody asks for penalties or edits of the logits."""
+        return self.any_penalty or self.any_edit
 
     def is_same_step(self, other: "StepPlan") -> bool:
         """Whether it is the same plan, at whatever draft length: `replace` keeps the arrays."""

@@ -18,6 +18,7 @@ from slipstream.device.batch import Batch, RaggedBatch, fill, layout
 from slipstream.device.shapes import DraftShape, VerifyShape
 from slipstream.device.staging import Exporter, Uploader
 from slipstream.device.state import PlanOnDevice, SlotState, apply_verdict, load
+from slipstream.logprobs import Wanted
 from slipstream.ops.attention import Segment
 from slipstream.ops.logprobs import report
 from slipstream.ops.rank import rank
@@ -67,8 +68,16 @@ class Backend(Protocol):
     def report(self, logits: Tensor, rows: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
         """Stage `report`: see `ops.logprobs.report`."""
 
+    def report_outputs(
+        self, wanted: Wanted, decision: Decision, batch: Batch, logits: Tensor, result: Tensor
+    ) -> Tensor:
+        """The same of what a step emitted, as a vector [A * places * columns], places of each sequence side by side.
+
+        Behind the last token that was emitted stands anything: `commit` does not look at it. result: the verdict's.
+        """
+
     def before(self, stage: str, exporter: Exporter) -> None:
-        """Called ahead of `draft` and `accept`, whose outputs may still be on their way to the host from last time."""
+        """Called ahead of `draft`, `accept` and `report`, whose outputs may still be on their way to the host."""
 
 
 class TorchBackend:
@@ -100,7 +109,8 @@ class TorchBackend:
             num_outputs=num_outputs,
             decode_only=plan.num_decode == plan.num_sequences,
             draft_length=plan.draft_length,
-            filtered=plan.any_shaped,
+            filtered=plan.any_filtered,
+            shaped=plan.any_shaped,
             keeps_hidden=plan.reads_prompts,
             segments=_segments(plan, decision),
             exact=(plan.num_sequences, num_outputs),
@@ -136,6 +146,16 @@ class TorchBackend:
     def report(self, logits: Tensor, rows: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
         return report(logits, rows, token_ids, num_top)
 
+    def report_outputs(
+        self, wanted: Wanted, decision: Decision, batch: Batch, logits: Tensor, result: Tensor
+    ) -> Tensor:
+        sequences = self.send({"sequences": wanted.sequences_np})["sequences"]
+        step = torch.arange(_places(wanted, decision), device=result.device)
+        row = (batch.cu_outputs[sequences, None] + step).clamp_(max=len(logits) - 1)
+        token_ids = result[sequences, NUM_VERDICT_COLUMNS : NUM_VERDICT_COLUMNS + len(step)].long()
+        token_ids = token_ids.clamp_(0, logits.shape[1] - 1)
+        return self.report(logits, row.flatten(), token_ids.flatten(), wanted.num_top).flatten()
+
     def layout(self, loaded: PlanOnDevice, widths: Tensor, shape: VerifyShape) -> RaggedBatch:
         return layout(self.state, loaded, widths, shape.num_rows, shape.num_outputs, self._page_size)
 
@@ -145,6 +165,14 @@ class TorchBackend:
 
     def apply(self, loaded: PlanOnDevice, result: Tensor) -> None:
         apply_verdict(self.state, loaded, result[:, NUM_ACCEPTED].long(), result[:, NUM_VERDICT_COLUMNS:])
+
+
+def _places(wanted: Wanted, decision: Decision) -> int:
+    """Output rows that one of the sequences has at most: its row of the given token, and the drafts'."""
+    sequences = wanted.sequences_np
+    if decision.widths_np is not None:
+        return 1 + int(decision.widths_np[sequences].max())
+    return 1 + min(int(decision.caps_np[sequences].max()), int(decision.budget or 0))
 
 
 def _segments(plan: StepPlan, decision: Decision) -> tuple[Segment, ...]:

@@ -36,7 +36,8 @@ class VerifyShape:
     num_outputs: int  # O rows whose logits are wanted
     decode_only: bool  # every row is an output
     draft_length: int  # columns of the verdict, less one
-    filtered: bool = False  # somebody asks for top-k or top-p
+    filtered: bool = False  # somebody asks for top-k, top-p or min-p, or has a grammar
+    shaped: bool = False  # somebody asks for penalties or edits
     keeps_hidden: bool = False  # somebody asks for log-probabilities of a prompt; no such shape is captured
     segments: tuple[Segment, ...] = ()  # bounds for attention in plain torch; none in buckets
     exact: tuple[int, int] = field(default=(0, 0), compare=False)  # sequences and outputs of the very step, unpadded
@@ -64,7 +65,9 @@ class Buckets:
         self.prefill_rows = tuple(n for n in PREFILL_ROWS if n <= max_rows)
         self.prefill_sequences = (*(n for n in PREFILL_SEQUENCES if n < max_num_seqs), max_num_seqs)
         self._prunes = prunes
-        self._known: dict[tuple[int, int, int, bool, bool], VerifyShape] = {}  # shapes found before, by the step's own
+        self._known: dict[
+            tuple[int, int, int, bool, bool, bool], VerifyShape
+        ] = {}  # shapes found before, by the step's own
 
     def pad_sequences(self, count: int) -> int:
         return self.sequences[bisect_left(self.sequences, count)]
@@ -73,19 +76,21 @@ class Buckets:
         return DraftShape(self.pad_sequences(num_sequences), draft_length, 0)
 
     def verify(
-        self, num_sequences: int, num_rows: int, num_outputs: int, *, decode_only: bool, filtered: bool
-    ) -> VerifyShape:
+        self, num_sequences: int, num_rows: int, num_outputs: int, *, decode_only: bool, filtered: bool = False,
+        shaped: bool = False,
+    ) -> VerifyShape:  # fmt: skip
         """The smallest captured shape that holds the step; an exact number of rows where none does."""
-        key = num_sequences, num_rows, num_outputs, decode_only, filtered
+        key = num_sequences, num_rows, num_outputs, decode_only, filtered, shaped
         found = self._known.get(key)
         if found is None:
             if decode_only:
                 padded = self.pad_sequences(num_sequences)
-                shape = self._decode(padded, self._up(self._decode_rows(padded), num_rows), filtered)
+                shape = self._decode(padded, self._up(self._decode_rows(padded), num_rows))
             else:
                 padded = self._up(self.prefill_sequences, num_sequences)
-                shape = self._mixed(padded, self._up(self.prefill_rows, num_rows), filtered)
-            self._known[key] = found = replace(shape, exact=(num_sequences, num_outputs))
+                shape = self._mixed(padded, self._up(self.prefill_rows, num_rows))
+            exact = num_sequences, num_outputs
+            self._known[key] = found = replace(shape, filtered=filtered, shaped=shaped, exact=exact)
         return found
 
     def draft_shapes(self, lengths: Sequence[int]) -> Iterator[DraftShape]:
@@ -98,10 +103,14 @@ class Buckets:
         """Largest first: smaller ones then fit into the memory that these have taken."""
         for rows in reversed(self.prefill_rows):
             for count in reversed(self.prefill_sequences):
-                yield self._mixed(count, rows, False)
+                yield self._mixed(count, rows)
         for count in reversed(self.sequences):
             for rows in reversed(self._decode_rows(count)):
-                yield self._decode(count, rows, False)
+                yield self._decode(count, rows)
+
+    def report_sizes(self) -> tuple[int, ...]:
+        """Numbers of sequences that any captured shape has, largest first."""
+        return tuple(sorted({*self.sequences, *self.prefill_sequences}, reverse=True))
 
     def _decode_rows(self, padded: int) -> tuple[int, ...]:
         """Row counts of steps in which `padded` sequences, or a few less, decode and nobody prefills."""
@@ -111,12 +120,12 @@ class Buckets:
         least = fewest if self._prunes else fewest * (self.max_drafts + 1)
         return tuple(dict.fromkeys([*(n for n in self.rows if least <= n < most), most]))
 
-    def _decode(self, padded: int, rows: int, filtered: bool) -> VerifyShape:
-        return VerifyShape(padded, rows, rows, True, self.max_drafts, filtered)
+    def _decode(self, padded: int, rows: int) -> VerifyShape:
+        return VerifyShape(padded, rows, rows, True, self.max_drafts)
 
-    def _mixed(self, padded: int, rows: int, filtered: bool) -> VerifyShape:
+    def _mixed(self, padded: int, rows: int) -> VerifyShape:
         outputs = min(rows, padded * (self.max_drafts + 1))
-        return VerifyShape(padded, rows, outputs, False, self.max_drafts, filtered)
+        return VerifyShape(padded, rows, outputs, False, self.max_drafts)
 
     @staticmethod
     def _up(buckets: Sequence[int], count: int) -> int:

@@ -17,14 +17,17 @@ from torch import Tensor
 from slipstream.device.backend import Floats
 from slipstream.device.batch import Batch
 from slipstream.device.graphs import Graphs
+from slipstream.device.reports import OutputReports
 from slipstream.device.shapes import Buckets, DraftShape, VerifyShape
 from slipstream.device.staging import Exporter, Mailbox, Uploader
 from slipstream.device.state import PlanOnDevice, SlotState, packed_edits
 from slipstream.kernels import accept, logprobs, rank
 from slipstream.kernels import batch as batch_kernels
 from slipstream.kernels.attention import Tiles, choose_splits
+from slipstream.logprobs import Wanted
 from slipstream.plan import NUM_VERDICT_COLUMNS, Decision, StepPlan
 
+FENCES = {"draft": "confidence", "accept": "result", "report": "logprobs"}  # what stages write that is exported
 PREFILL_BLOCK_Q = 16  # query rows of an attention tile where somebody prefills
 # Of every tile of an engine that is deterministic: with 7 drafts, what is the best for verification.
 DETERMINISTIC_BLOCK_Q = 8
@@ -43,6 +46,11 @@ class TiledBatch(Batch):
     emits: Tensor  # [B] bool
     draft_index: Tensor  # [R] where each draft row finds its token, -1 for all others
     tiles: Tiles
+
+    @property
+    def output_slots(self) -> Tensor:
+        """[O], of padding rows anybody's."""
+        return self.slots[self.output_sequence.clamp(min=0)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +105,7 @@ class TritonBackend:
         self._rows = batch_kernels.make_rows(
             num_sequences=num_slots, num_rows=max_rows, num_outputs=max_outputs, num_tiles=max_rows, device=device
         )
+        self._reports = OutputReports(num_slots, num_drafts, device)
         self._uploader = Uploader(device)
         self._most_writes = 4 * num_slots + 64
         self._padding = {"slots": num_slots, "num_given": 0, "emits": 0, "teaches": 0, "writes": -1}
@@ -202,18 +211,19 @@ class TritonBackend:
             plan.num_given + num_drafts,
             plan.num_emitting + num_drafts,
             decode_only=plan.num_decode == plan.num_sequences,
-            filtered=plan.any_shaped,
+            filtered=plan.any_filtered,
+            shaped=plan.any_shaped,
         )
         return replace(shape, keeps_hidden=True) if plan.reads_prompts else shape
 
     def replay(self, stage: str, shape: DraftShape | VerifyShape | None) -> Callable[[], object] | None:
-        if stage == "verify" and isinstance(shape, VerifyShape) and shape.filtered:
-            shape = replace(shape, filtered=False)  # what is filtered are the logits, afterwards
+        if stage == "verify" and isinstance(shape, VerifyShape) and (shape.filtered or shape.shaped):
+            shape = replace(shape, filtered=False, shaped=False)  # what is changed are the logits, afterwards
         captured = self.graphs.find((stage, shape)) if self.graphs else None
         return None if captured is None else captured.replay
 
     def before(self, stage: str, exporter: Exporter) -> None:
-        exporter.fence("confidence" if stage == "draft" else "result")
+        exporter.fence(FENCES[stage])
 
     # ------------------------------------------------------------------ stages
 
@@ -267,6 +277,23 @@ class TritonBackend:
 
     def report(self, logits: Tensor, rows: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
         return logprobs.report(logits, rows, token_ids, num_top)
+
+    def report_outputs(
+        self, wanted: Wanted, decision: Decision, batch: Batch, logits: Tensor, result: Tensor
+    ) -> Tensor:
+        reports, (count, vocab_size) = self._reports, (len(result), logits.shape[1])
+        reports.ask(wanted, count, vocab_size)
+        captured = self.graphs.find(("report", count)) if self.graphs else None
+        if captured is not None and reports.are_recorded(logits, result):
+            captured.replay()
+        else:
+            reports.stage(logits, batch.cu_outputs, result)
+        return reports.sent(wanted, vocab_size)
+
+    def report_stage(self, num_sequences: int, logits: Tensor, result: Tensor) -> None:
+        """To be captured: of what any step with so many sequences emits. logits, result: what every step has, or parts."""
+        self._reports.record(logits, result)
+        self._reports.stage(logits, self._rows.cu_outputs[: num_sequences + 1], result[:num_sequences])
 
     def apply(self, loaded: PlanOnDevice, result: Tensor) -> None:
         count = len(result)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from slipstream import plan
 from slipstream.kernels.noise import gumbel_run
+from slipstream.kernels.shape_logits import Shaper, count_tokens, shaped
 from slipstream.plan import NUM_VERDICT_COLUMNS
 
 # Columns of `result`, as kernels know them.
@@ -29,6 +30,7 @@ def accept_coupled(
     logits: Tensor, num_token_ids: int, *, output_sequence: Tensor, output_offset: Tensor, cu_outputs: Tensor,
     widths: Tensor, emits: Tensor, drafts: Tensor, slots: Tensor, num_given: Tensor, context: Tensor,
     temperature: Tensor, seed: Tensor, result: Tensor, is_filtered: bool = False, block: int | None = None,
+    shaper: Shaper | None = None,
 ) -> None:  # fmt: skip
     """Fill `result`, a verdict [B, NUM_VERDICT_COLUMNS + S + 1] int32 (see `plan`).
 
@@ -36,13 +38,17 @@ def accept_coupled(
     output_offset [O], cu_outputs [B + 1], widths, slots, num_given [B] int64, emits [B] bool; drafts [B or more, S]
     int64, or [D, S] if widths are 0 from row D on; context, seed [N + 1] int64, temperature [N + 1] fp32.
     is_filtered: the logits come from `ops.sample.filter_logits`, that is, are divided by the temperature already.
-    block: see `row_best`. Invalid: a row that a token was taken from holds NaN or +inf, or nothing but -inf.
+    block: see `row_best`. shaper: where somebody asks for penalties or edits, which come before filters: never with
+    is_filtered. Invalid: a row that a token was taken from holds NaN or +inf, or nothing but -inf.
     """
     num_outputs, num_drafts = logits.shape[0], result.shape[1] - NUM_VERDICT_COLUMNS - 1
     assert drafts.shape[1] >= num_drafts, (drafts.shape, result.shape)
+    if shaper is not None:
+        count_tokens(shaper, slots=slots, num_given=num_given, emits=emits, context=context)
     peaks, scores, ids = row_best(
         logits, num_token_ids, output_sequence=output_sequence, output_offset=output_offset, slots=slots,
         num_given=num_given, context=context, temperature=temperature, seed=seed, is_filtered=is_filtered, block=block,
+        shaping=None if shaper is None else (shaper, drafts),
     )  # fmt: skip
     num_tiles = ids.shape[1]
     _verdict[(len(widths),)](
@@ -56,13 +62,14 @@ def accept_coupled(
 def row_best(
     logits: Tensor, num_token_ids: int, *, output_sequence: Tensor, output_offset: Tensor, slots: Tensor,
     num_given: Tensor, context: Tensor, temperature: Tensor, seed: Tensor, is_filtered: bool = False,
-    block: int | None = None,
+    block: int | None = None, shaping: tuple[Shaper, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Per row and tile of the vocabulary, [O, tiles] each: largest logit fp32, best score fp32, its token id int32.
 
     The score is (logit - largest of the tile) / temperature + noise, so no small temperature can overflow; greedy:
     0. Arguments as of `accept_coupled`. Rows that are skipped stay unwritten. block: tokens of a tile, a power of two;
     scores are rounded by tile, so that it has to be given where near ties must not hang on the number of rows.
+    shaping: a shaper that has counted the step's tokens, and its drafts.
     """
     assert logits.stride(1) == 1, "the logits of a row must lie side by side"
     num_outputs = logits.shape[0]
@@ -70,12 +77,17 @@ def row_best(
     num_tiles = triton.cdiv(num_token_ids, block)
     peaks = torch.empty(num_outputs, num_tiles, dtype=torch.float32, device=logits.device)
     scores, ids = torch.empty_like(peaks), torch.empty_like(peaks, dtype=torch.int32)
-    if num_outputs:
-        _row_best[(num_tiles, num_outputs)](
-            logits, logits.stride(0), num_token_ids, output_sequence, output_offset, slots, num_given, context,
-            temperature, seed, peaks, scores, ids,
-            IS_FILTERED=is_filtered, BLOCK=block, num_warps=4 if block <= 2048 else 8,
-        )  # fmt: skip
+    rows = (
+        logits, logits.stride(0), num_token_ids, output_sequence, output_offset, slots, num_given, context, temperature,
+        seed, peaks, scores, ids,
+    )  # fmt: skip
+    grid, num_warps = (num_tiles, num_outputs), 4 if block <= 2048 else 8
+    if num_outputs and shaping is None:
+        _row_best[grid](*rows, IS_FILTERED=is_filtered, BLOCK=block, num_warps=num_warps)
+    elif num_outputs and shaping is not None:
+        assert not is_filtered, "penalties come before filters"
+        shaper, drafts = shaping
+        _shaped_row_best[grid](*rows, drafts, drafts.stride(0), *shaper.arguments, BLOCK=block, num_warps=num_warps)
     return peaks, scores, ids
 
 
@@ -117,25 +129,56 @@ def _row_best(
     sequence = tl.load(output_sequence + row)
     if sequence >= 0:
         slot = tl.load(slots + sequence)
-        heat = tl.load(temperature + slot)
         token_id = tile * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row.to(tl.int64) * row_stride + token_id, mask=token_id < num_token_ids, other=-_INF)
-        x = x.to(tl.float32)
-        x = tl.where(x == x, x, _INF)  # NaN makes the row invalid as +inf does
-        peak, best = tl.max(x, axis=0, return_indices=True)
-        score = tl.full((), 0.0, tl.float32)
-        if heat > 0:
-            position = tl.load(context + slot) + tl.load(num_given + sequence) + tl.load(output_offset + row)
-            counter = tile * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-            scaled = x - tl.where(tl.abs(peak) < _INF, peak, 0.0)
-            if not IS_FILTERED:
-                scaled = scaled / heat
-            noisy = scaled + gumbel_run(tl.load(seed + slot), position, counter)
-            score, best = tl.max(noisy, axis=0, return_indices=True)
-        place = row * tl.num_programs(0) + tile
-        tl.store(peaks + place, peak)
-        tl.store(scores + place, score)
-        tl.store(ids + place, tile * BLOCK + best)
+        heat = tl.load(temperature + slot)
+        position = tl.load(context + slot) + tl.load(num_given + sequence) + tl.load(output_offset + row)
+        _keep_best(x.to(tl.float32), tile, row, heat, seed + slot, position, peaks, scores, ids, IS_FILTERED, BLOCK)
+
+
+@triton.jit
+def _shaped_row_best(
+    logits, row_stride, num_token_ids, output_sequence, output_offset, slots, num_given, context, temperature, seed,
+    peaks, scores, ids, drafts, drafts_stride,
+    counts, counts_stride, repetition, frequency, presence, num_prompt, num_edits, edit_ids, edit_values, edit_until,
+    edit_stride, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`_row_best` after penalties and edits."""
+    tile, row = tl.program_id(0), tl.program_id(1)
+    sequence = tl.load(output_sequence + row)
+    if sequence >= 0:
+        slot = tl.load(slots + sequence)
+        token_id = tile * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + row.to(tl.int64) * row_stride + token_id, mask=token_id < num_token_ids, other=-_INF)
+        heat, offset = tl.load(temperature + slot), tl.load(output_offset + row)
+        num_known = tl.load(context + slot) + tl.load(num_given + sequence)
+        x = shaped(
+            x.to(tl.float32), tile, num_token_ids, sequence, slot, offset.to(tl.int32), num_known, drafts,
+            drafts_stride, counts, counts_stride, repetition, frequency, presence, num_prompt, num_edits, edit_ids,
+            edit_values, edit_until, edit_stride, BLOCK,
+        )  # fmt: skip
+        _keep_best(x, tile, row, heat, seed + slot, num_known + offset, peaks, scores, ids, False, BLOCK)
+
+
+@triton.jit
+def _keep_best(
+    x, tile, row, heat, seed, position, peaks, scores, ids, IS_FILTERED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """x [BLOCK] fp32, -inf where no token is."""
+    x = tl.where(x == x, x, _INF)  # NaN makes the row invalid as +inf does
+    peak, best = tl.max(x, axis=0, return_indices=True)
+    score = tl.full((), 0.0, tl.float32)
+    if heat > 0:
+        counter = tile * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+        scaled = x - tl.where(tl.abs(peak) < _INF, peak, 0.0)
+        if not IS_FILTERED:
+            scaled = scaled / heat
+        noisy = scaled + gumbel_run(tl.load(seed), position, counter)
+        score, best = tl.max(noisy, axis=0, return_indices=True)
+    place = row * tl.num_programs(0) + tile
+    tl.store(peaks + place, peak)
+    tl.store(scores + place, score)
+    tl.store(ids + place, tile * BLOCK + best)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_outputs", "drafts_stride", "num_drafts", "result_stride"])

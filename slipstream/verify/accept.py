@@ -56,26 +56,26 @@ class Asked:
     any_min_p: bool
     any_penalty: bool
     any_edit: bool
-    max_known: int  # known tokens of a sequence at most; 0 where nobody looks at them
 
     @classmethod
     def of(cls, plan: StepPlan) -> "Asked":
-        most = int((plan.context_upper_bound_np + plan.num_given_np).max()) if plan.any_penalty else 0
-        return cls(plan.any_top_k, plan.any_top_p, plan.any_min_p, plan.any_penalty, plan.any_edit, most)
+        return cls(plan.any_top_k, plan.any_top_p, plan.any_min_p, plan.any_penalty, plan.any_edit)
 
 
-def law_of(
-    logits: Tensor, state: SlotState, asked: Asked, histories: Histories, *, deterministic: bool = False
-) -> Tensor:
-    """logits [O, V] as the target gave them -> those to choose tokens by, fp32 at least: the one place that does it.
+def law_of(logits: Tensor, state: SlotState, asked: Asked, histories: Histories) -> Tensor:
+    """logits [O, V] as the target gave them -> those to choose tokens by, fp32 at least.
 
     Penalties and edits (`ops.shape_logits`), each row after the drafts before it; then temperature and filters
-    (`ops.sample`). Slots own the histories. deterministic: see `filter_logits`; nothing is divided.
+    (`filtered`). Slots own the histories.
     """
-    slots = histories.owner
     if asked.any_penalty or asked.any_edit:
         flags = {"any_penalty": asked.any_penalty, "any_edit": asked.any_edit}
         logits = shape_logits(logits, state.shaping, histories, **flags)
+    return filtered(logits, state, asked, histories.owner)
+
+
+def filtered(logits: Tensor, state: SlotState, asked: Asked, slots: Tensor, *, deterministic: bool = False) -> Tensor:
+    """logits [O, V] of the slots [O] after temperature and filters. deterministic: see `filter_logits`; nothing is divided."""
     return filter_logits(
         logits, state.temperature[slots], state.top_k[slots], state.top_p[slots],
         min_p=state.min_p[slots] if asked.any_min_p else None, any_top_k=asked.any_top_k, any_top_p=asked.any_top_p,
@@ -96,12 +96,13 @@ class SamplingView:
     draft_length: int
     any_sampled: bool
     asked: Asked
+    max_known: int  # known tokens of a sequence at most; 0 where nobody looks at them
 
     def law(self, batch: Batch, logits: Tensor, drafts: Tensor) -> Tensor:
         """logits [O, V] of the output rows, drafts [D, d] -> see `law_of`."""
         rows = batch.output_sequence
         histories = Histories(
-            self.state.token_ids, self.asked.max_known, self.slots[rows], self.first_position[rows], drafts, rows,
+            self.state.token_ids, self.max_known, self.slots[rows], self.first_position[rows], drafts, rows,
             batch.output_offset,
         )  # fmt: skip
         return law_of(logits, self.state, self.asked, histories)
@@ -110,9 +111,10 @@ class SamplingView:
 def view_sampling(state: SlotState, loaded: PlanOnDevice, plan: StepPlan) -> SamplingView:
     count = plan.num_sequences
     slots = loaded.slots[:count]
+    max_known = int((plan.context_upper_bound_np + plan.num_given_np).max()) if plan.any_penalty else 0
     return SamplingView(
         state, slots, state.temperature[slots], state.seed[slots], state.context[slots] + loaded.num_given[:count],
-        plan.num_decode, plan.draft_length, plan.any_sampled, Asked.of(plan),
+        plan.num_decode, plan.draft_length, plan.any_sampled, Asked.of(plan), max_known,
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Stage `accept` in Triton, under either rule, over padded rows. `CoupledRule` and `RejectionRule` are the references.
 
-Coupled acceptance goes by device values and shapes alone, so it can be captured. Rejection takes the distributions that
-the draft was drawn from, which are new tensors in every step, and is launched as it is. What else requests ask of the
-logits (penalties, edits, filters) is torch's.
+Coupled acceptance goes by device values and shapes alone, penalties and edits included, so it can be captured. Rejection
+takes the distributions that the draft was drawn from, which are new tensors in every step, and is launched as it is.
+Filters are torch's.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from slipstream.device.state import PlanOnDevice, SlotState
 from slipstream.device.triton import StepBuffers, TiledBatch
 from slipstream.kernels.accept import accept_coupled, deterministic_tile_size
 from slipstream.kernels.reject import accept_rejection
+from slipstream.kernels.shape_logits import Shaper, shape_logits
 from slipstream.ops.noise import CounterSource, gumbel
 from slipstream.ops.sample import coupled_targets
-from slipstream.ops.shape_logits import Histories
 from slipstream.plan import StepPlan
-from slipstream.verify.accept import Asked, RejectionStep, Verdict, law_of, view_sampling
+from slipstream.verify.accept import Asked, RejectionStep, Verdict, filtered, view_sampling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,13 +32,14 @@ class FusedCoupledRule:
 
     sample_drafts: bool
     buffers: StepBuffers
+    shaper: Shaper
     deterministic: bool = False
     captures: ClassVar[bool] = True
 
     def begin(self, state: SlotState, loaded: PlanOnDevice, plan: StepPlan, vocab_size: int) -> "FusedCoupledStep":
         return FusedCoupledStep(
-            state, loaded, vocab_size, self.sample_drafts, self.buffers, Asked.of(plan), self.deterministic
-        )
+            state, loaded, vocab_size, self.sample_drafts, self.buffers, self.shaper, Asked.of(plan), self.deterministic
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +49,7 @@ class FusedCoupledStep:
     vocab_size: int
     sample_drafts: bool
     buffers: StepBuffers
+    shaper: Shaper
     asked: Asked
     deterministic: bool
     shares_noise: ClassVar[bool] = True
@@ -75,11 +77,17 @@ class FusedCoupledStep:
     def judge(
         self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_prob: Tensor | None, shape: VerifyShape
     ) -> Verdict:
+        """Where filters are applied, logits come to the kernel divided by the temperature; if deterministic they come as
+        they do where nobody filters, and scores are rounded as there."""
+        assert isinstance(batch, TiledBatch)
+        shaper = self.shaper if shape.shaped and not shape.filtered else None
+        if shape.filtered:
+            logits = _shaped(self.shaper, batch, logits, self.state, self.buffers, self.vocab_size, shape)
+            logits = filtered(logits, self.state, self.asked, batch.output_slots, deterministic=self.deterministic)
         block = deterministic_tile_size(self.vocab_size) if self.deterministic else None
-        return _judge(
-            partial(accept_coupled, block=block), batch, logits, self.vocab_size, self.state, self.buffers, self.asked,
-            shape, deterministic=self.deterministic,
-        )  # fmt: skip
+        is_filtered = shape.filtered and not self.deterministic
+        accept = partial(accept_coupled, block=block, shaper=shaper, is_filtered=is_filtered)
+        return _judge(accept, batch, logits, self.vocab_size, self.state, self.buffers, shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +96,18 @@ class FusedRejectionRule:
 
     sample_drafts: bool
     buffers: StepBuffers
+    shaper: Shaper
     captures: ClassVar[bool] = False
 
     def begin(self, state: SlotState, loaded: PlanOnDevice, plan: StepPlan, vocab_size: int) -> "FusedRejectionStep":
         view = view_sampling(state, loaded, plan)
-        return FusedRejectionStep(view, vocab_size, self.sample_drafts, CounterSource(), self.buffers)
+        return FusedRejectionStep(view, vocab_size, self.sample_drafts, CounterSource(), self.buffers, self.shaper)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedRejectionStep(RejectionStep):
     buffers: StepBuffers
+    shaper: Shaper
 
     def certain(self, token_ids: Tensor) -> None:  # type: ignore[override]
         """No distribution means certainty to the kernel."""
@@ -106,37 +116,37 @@ class FusedRejectionStep(RejectionStep):
     def judge(
         self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_prob: Tensor | None, shape: VerifyShape
     ) -> Verdict:
-        accept, view = partial(accept_rejection, draft_prob=draft_prob), self.view
-        return _judge(accept, batch, logits, self.vocab_size, view.state, self.buffers, view.asked, shape)
+        assert isinstance(batch, TiledBatch)
+        view, changes = self.view, shape.filtered or shape.shaped
+        if changes:
+            logits = _shaped(self.shaper, batch, logits, view.state, self.buffers, self.vocab_size, shape)
+            logits = filtered(logits, view.state, view.asked, batch.output_slots)
+        accept = partial(accept_rejection, draft_prob=draft_prob, is_filtered=changes)
+        return _judge(accept, batch, logits, self.vocab_size, view.state, self.buffers, shape)
 
 
 def _judge(
-    accept: Callable[..., None], batch: Batch, logits: Tensor, vocab_size: int, state: SlotState, buffers: StepBuffers,
-    asked: Asked, shape: VerifyShape, deterministic: bool = False,
+    accept: Callable[..., None], batch: TiledBatch, logits: Tensor, vocab_size: int, state: SlotState,
+    buffers: StepBuffers, shape: VerifyShape,
 ) -> Verdict:  # fmt: skip
-    """The verdict of an acceptance kernel; drafts are where they were held, not an argument.
-
-    Where somebody asks for filters, logits come to the kernel divided by the temperature; if deterministic they come
-    as they do where nobody asks, and scores are rounded as there.
-    """
-    assert isinstance(batch, TiledBatch)
+    """The verdict of an acceptance kernel; drafts are where they were held, not an argument."""
     result = buffers.result[: shape.num_sequences]
     accept(
-        _law(state, asked, batch, logits, buffers.drafts, deterministic) if shape.filtered else logits, vocab_size,
-        output_sequence=batch.output_sequence, output_offset=batch.output_offset, cu_outputs=batch.cu_outputs,
-        widths=batch.widths, emits=batch.emits, drafts=buffers.drafts, slots=batch.slots, num_given=batch.num_given,
-        context=state.context, temperature=state.temperature, seed=state.seed, result=result,
-        is_filtered=shape.filtered and not deterministic,
+        logits, vocab_size, output_sequence=batch.output_sequence, output_offset=batch.output_offset,
+        cu_outputs=batch.cu_outputs, widths=batch.widths, emits=batch.emits, drafts=buffers.drafts, slots=batch.slots,
+        num_given=batch.num_given, context=state.context, temperature=state.temperature, seed=state.seed, result=result,
     )  # fmt: skip
     return Verdict(result)
 
 
-def _law(
-    state: SlotState, asked: Asked, batch: TiledBatch, logits: Tensor, drafts: Tensor, deterministic: bool
-) -> Tensor:
-    """logits [O, V] -> see `law_of`; of padding rows anything."""
-    sequence = batch.output_sequence.clamp(min=0)
-    slots = batch.slots[sequence]
-    num_known = state.context[slots] + batch.num_given[sequence]
-    histories = Histories(state.token_ids, asked.max_known, slots, num_known, drafts, sequence, batch.output_offset)
-    return law_of(logits, state, asked, histories, deterministic=deterministic)
+def _shaped(
+    shaper: Shaper, batch: TiledBatch, logits: Tensor, state: SlotState, buffers: StepBuffers, vocab_size: int,
+    shape: VerifyShape,
+) -> Tensor:  # fmt: skip
+    """logits [O, V] after penalties and edits, if somebody asks for any; of padding rows anything."""
+    if not shape.shaped:
+        return logits
+    return shape_logits(
+        logits, vocab_size, shaper, output_sequence=batch.output_sequence, output_offset=batch.output_offset,
+        slots=batch.slots, num_given=batch.num_given, emits=batch.emits, context=state.context, drafts=buffers.drafts,
+    )  # fmt: skip

@@ -1,8 +1,8 @@
 """Stage `report`: log-probabilities of what a step emitted and of the prompts it computed, where a request wants them.
 
 It runs after acceptance, on the logits as the target gave them: nothing before it may edit those in place. The host
-knows who asks and how many rows a sequence has at most; which row a token came from is found on the device. Never part
-of a graph. The arithmetic is the backend's (`ops.logprobs` and its kernel).
+knows who asks and how many rows a sequence has at most; which row a token came from is found on the device. What outputs
+need may be replayed, prompts never are. The arithmetic is the backend's (`ops.logprobs` and its kernel).
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.device.backend import Backend
 from slipstream.device.batch import Batch
 from slipstream.logprobs import PromptPart, Wanted
-from slipstream.plan import NUM_VERDICT_COLUMNS, Decision
+from slipstream.plan import Decision
 from slipstream.verify.target import TargetForward
 
 LOGITS_AT_ONCE = 1 << 25  # of a prompt's rows times vocabulary: those logits are made, reported and forgotten
@@ -37,32 +37,10 @@ def report(
     """All that is wanted as one vector int32 (`logprobs.Reported.of`), outputs first; result: the verdict's [B, ...]."""
     parts = []
     if len(wanted.sequences_np):
-        parts.append(_of_outputs(wanted, decision, rows, result, backend).flatten())
+        parts.append(backend.report_outputs(wanted, decision, rows.batch, rows.logits, result))
     for part in wanted.prompts:
         parts += [x.flatten() for x in _of_prompt(part, wanted.num_prompt_top, decision, rows, target, backend)]
-    return torch.cat(parts)
-
-
-def _of_outputs(wanted: Wanted, decision: Decision, rows: SomeRows, result: Tensor, backend: Backend) -> Tensor:
-    """[A * places, columns], place by place from each sequence's first output row on.
-
-    Behind the last token that was emitted stand rows and ids of anything: `commit` does not look at them.
-    """
-    num_rows, num_token_ids = rows.logits.shape
-    sequences = backend.send({"sequences": wanted.sequences_np})["sequences"]
-    step = torch.arange(_places(wanted, decision), device=result.device)
-    row = (rows.batch.cu_outputs[sequences, None] + step).clamp_(max=num_rows - 1)
-    token_ids = result[sequences, NUM_VERDICT_COLUMNS : NUM_VERDICT_COLUMNS + len(step)].long()
-    token_ids = token_ids.clamp_(0, num_token_ids - 1)
-    return backend.report(rows.logits, row.flatten(), token_ids.flatten(), wanted.num_top)
-
-
-def _places(wanted: Wanted, decision: Decision) -> int:
-    """Output rows that one of the sequences has at most: its row of the given token, and the drafts'."""
-    sequences = wanted.sequences_np
-    if decision.widths_np is not None:
-        return 1 + int(decision.widths_np[sequences].max())
-    return 1 + min(int(decision.caps_np[sequences].max()), int(decision.budget or 0))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _of_prompt(

@@ -109,7 +109,7 @@ def test_fault_4_any_widths(mode, widths, temperature, overlap):
     spy = Spy(llm)
     assert ids(llm.generate(PROMPTS, params)) == plain(params)
     assert any(step.plan.any_constrained and len(set(step.widths)) > 1 for step in spy.steps) or len(set(widths)) == 1
-    assert all(step.plan.any_shaped for step in spy.steps if step.plan.any_constrained), (
+    assert all(step.plan.any_filtered for step in spy.steps if step.plan.any_constrained), (
         "acceptance must not be replayed"
     )
     assert_nothing_left(llm.engine)
@@ -223,7 +223,7 @@ def test_a_free_batch_does_none_of_the_work(mode, overlap, monkeypatch):
         monkeypatch.setattr(owner, name, unreachable)
     spy = Spy(llm)
     assert ids(llm.generate(PROMPTS[1::2], params[1::2])) == plain(params)[1::2]
-    assert not any(step.plan.any_constrained or step.plan.any_shaped for step in spy.steps)
+    assert not any(step.plan.any_filtered or step.plan.any_shaped for step in spy.steps)
     with pytest.raises(AssertionError, match="work for grammars"):
         llm.generate(PROMPTS, params)
 

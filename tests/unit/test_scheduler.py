@@ -80,7 +80,8 @@ def test_flags_of_the_plan(asked, flags):
     plan = paper.launch()
     names = ("any_sampled", "any_top_k", "any_top_p", "any_min_p", "any_penalty", "any_edit")
     assert tuple(name for name in names if getattr(plan, name)) == flags
-    assert plan.any_shaped == bool(set(flags) - {"any_sampled"})
+    assert plan.any_shaped == bool(set(flags) & {"any_penalty", "any_edit"})
+    assert plan.any_filtered == bool(set(flags) & {"any_top_k", "any_top_p", "any_min_p"})
     assert plan.sampled_np.tolist() == ["any_sampled" in flags]
 
 
