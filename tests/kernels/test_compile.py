@@ -29,13 +29,14 @@ VARIANTS = {
         "_row_best": 2, "_verdict": 2, "_apply": 1, "_draw": 2, "_finish": 1, "_confidence": 1,
         "_row_stats": 1, "_judge": 1, "_sum_tiles": 1, "_draw_following": 1,
     },
+    "shaping": {"_clear": 1, "_count": 1, "_shaped_row_best": 2, "_verdict": 2, "_shape": 1},
     "deterministic": {
         "_product": 10, "_rms_norm": 2, "_rope_kernel": 2, "_attention_kernel": 2, "_row_best": 3, "_verdict": 2,
     },
-    "reports": {"_tiles": 2, "_join": 2},
+    "reports": {"_tiles": 4, "_join": 4, "_locate": 1},
 }  # fmt: skip
 # Registers that these spill are spilled around or in the loop over a whole context, or over the top tokens.
-KEEP_REGISTERS = {"_attention_kernel", "_own_rows_kernel", "_tiles", "_join"}
+KEEP_REGISTERS = {"_attention_kernel", "_own_rows_kernel", "_tiles", "_join", "_shaped_row_best"}
 
 
 class CompilingDriver:
@@ -204,6 +205,32 @@ def acceptance() -> None:
     accept_rejection(logits, vocabulary - 3, **step, **slot_state, draft_prob=None)
 
 
+def shaping() -> None:
+    """Penalties and edits within acceptance of any number of rows, and apart from it."""
+    from slipstream.device.state import make_slot_state
+    from slipstream.kernels.accept import accept_coupled
+    from slipstream.kernels.shape_logits import Shaper, shape_logits
+
+    vocabulary, num_drafts = 49152, 7
+    state = make_slot_state(33, 300, 16, torch.device("cpu"))
+    shaper = Shaper.make(state.shaping, state.token_ids, vocabulary - 3)
+    slot_state = {"temperature": state.temperature, "seed": state.seed}
+    for n in (1, 2, 33):
+        longs, outputs, logits = (
+            torch.zeros(n + 1, dtype=torch.int64),
+            torch.zeros(8 * n).long(),
+            bf16(8 * n, vocabulary),
+        )
+        step = {
+            "output_sequence": outputs, "output_offset": outputs, "emits": torch.zeros(n, dtype=torch.bool),
+            "drafts": torch.zeros(n, num_drafts, dtype=torch.int64), "slots": longs[:n], "num_given": longs[:n],
+            "context": state.context,
+        }  # fmt: skip
+        rest = {"cu_outputs": longs, "widths": longs[:n], "result": torch.zeros(n, num_drafts + 4).int()}
+        accept_coupled(logits, vocabulary - 3, **step, **rest, **slot_state, shaper=shaper)
+        shape_logits(logits, vocabulary - 3, shaper, **step)
+
+
 def deterministic() -> None:
     """A step of SmolLM2 and of Qwen3-8B with any number of rows: each product, each kernel between them, in one variant."""
     from slipstream.device.triton import DETERMINISTIC_BLOCK_Q
@@ -250,13 +277,22 @@ def deterministic() -> None:
 
 
 def reports() -> None:
-    """Log-probabilities over two vocabularies, a variant for each; neither top tokens nor rows make more."""
-    from slipstream.kernels.logprobs import report
+    """Log-probabilities over two vocabularies, of rows that the host knows and of what a step emitted: a variant for each.
+
+    Neither top tokens nor rows make more.
+    """
+    from slipstream.kernels.logprobs import report, report_outputs
 
     for vocab_size in (49152, 151_936):
         for count, num_top in ((1, 0), (8, 1), (33, 5), (256, 20)):
             ids = torch.zeros(count + 1, dtype=torch.int64)
-            report(bf16(4, vocab_size + 64)[:, :vocab_size], ids[1:], ids[:-1], num_top)
+            logits = bf16(4, vocab_size + 64)[:, :vocab_size]
+            report(logits, ids[1:], ids[:-1], num_top)
+            result = torch.zeros(count, 11, dtype=torch.int32)
+            report_outputs(
+                logits, result, cu_outputs=ids, turns=ids[:-1], num_top=ids[:1],
+                out=torch.zeros(42 * 8 * count, dtype=torch.int32),
+            )  # fmt: skip
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -268,6 +304,7 @@ PARTS = {
     "networks": networks,
     "products": products,
     "acceptance": acceptance,
+    "shaping": shaping,
     "deterministic": deterministic,
     "reports": reports,
 }

@@ -71,11 +71,15 @@ WISH = {
 }
 
 
+SHAPING = {name: value for name, value in WISH.items() if name != "min_p"}  # no filter among them
+
+
 @SLOW
-@pytest.mark.parametrize("mode", ["static", "lag-budget"])
-def test_penalties_and_edits_are_computed_beside_the_graphs(device: str, mode: str) -> None:
+@pytest.mark.parametrize("wish", [WISH, SHAPING], ids=["filtered", "replayed"])
+@pytest.mark.parametrize("mode", MODES)
+def test_penalties_and_edits(device: str, mode: str, wish: dict[str, float]) -> None:
     """Two requests ask, two do not; the kernels' own law of the rows is that of plain torch."""
-    asking = params_for(1.0, **WISH)  # type: ignore[arg-type]
+    asking = params_for(1.0, **wish)
     check(
         device,
         mode,
@@ -158,9 +162,10 @@ def test_logprobs_are_those_of_a_dense_forward(device: str, mode: str, acceptanc
 
 
 @SLOW
-@pytest.mark.parametrize("mode", ["static", "lag-budget"])
-def test_logprobs_come_before_penalties_and_edits(device: str, mode: str) -> None:
-    entries_are_those_of_a_dense_forward(device, mode, "coupled", asking(params_for(1.0, **WISH)))  # type: ignore[arg-type]
+@pytest.mark.parametrize("wish", [WISH, SHAPING], ids=["filtered", "replayed"])
+@pytest.mark.parametrize("mode", MODES)
+def test_logprobs_come_before_penalties_and_edits(device: str, mode: str, wish: dict[str, float]) -> None:
+    entries_are_those_of_a_dense_forward(device, mode, "coupled", asking(params_for(1.0, **wish)))
 
 
 @SLOW

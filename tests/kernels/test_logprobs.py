@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slipstream.kernels import logprobs as kernels
-from slipstream.logprobs import NUM_REPORT_COLUMNS, VALUE
+from slipstream.logprobs import NUM_REPORT_COLUMNS, VALUE, num_columns
 from slipstream.ops import logprobs as ops
 from tests.ops.test_logprobs import case, check
 
@@ -45,3 +45,35 @@ def test_a_row_that_is_not_finite_disturbs_nobody(device: str) -> None:
     logits[2, 7], logits[3, 3] = torch.nan, torch.inf
     found, wanted = (kernels.report(x, each, each, 3) for x in (logits, whole))
     assert torch.equal(found[:2], wanted[:2])
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, 20])
+@pytest.mark.parametrize("at_once", [5, 4096])
+def test_what_was_emitted_is_found_on_the_device(
+    device: str, dtype: torch.dtype, num_top: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences of every width; who asks not in order of place; padding behind; nothing else is written."""
+    monkeypatch.setattr(kernels, "MAX_ROWS", at_once)
+    widths, accepted, turns = (2, 0, 3, 1, 0), (2, 0, 1, 1, 0), (1, -1, 0, 2, -1)  # the last one is padding
+    logits, rows, _ = case(40, 10, dtype, device=device)
+    logits = logits[: len(rows)]
+    starts = torch.tensor([0, 3, 4, 8, 10, 10])
+    result = torch.randint(0, 40, (5, 3 + 4), generator=torch.Generator().manual_seed(1))
+    result[:, 0], result[:, 1] = torch.tensor(widths), torch.tensor(accepted)
+    result[2, 4] = 99  # of a row that is invalid: any id may stand there
+    columns = num_columns(num_top, 40)
+    out = torch.full((3 * 4 * columns + 9,), -7, dtype=torch.int32, device=device)
+    kernels.report_outputs(
+        logits, result.int().to(device), cu_outputs=starts.to(device), turns=torch.tensor(turns).to(device),
+        num_top=torch.tensor([num_top]).to(device), out=out,
+    )  # fmt: skip
+    assert (out[3 * 4 * columns :] == -7).all()
+    found = out[: 3 * 4 * columns].view(3, 4, columns)
+    for sequence, turn in enumerate(turns):
+        if turn < 0:
+            continue
+        count = accepted[sequence] + 1
+        at = torch.arange(count, device=device) + int(starts[sequence])
+        token_ids = result[sequence, 3 : 3 + count].clamp(max=39).to(device)
+        assert torch.equal(found[turn, :count], kernels.report(logits, at, token_ids, num_top))
+        assert (found[turn, count:] == -7).all()

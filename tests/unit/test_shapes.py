@@ -1,10 +1,11 @@
 """Padded shapes: every step fits into its own, padding stays small, and all of them are among those captured."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
-from slipstream.device.shapes import Buckets, VerifyShape, row_buckets
+from slipstream.device.shapes import Buckets, row_buckets
 
 
 @pytest.mark.parametrize("most", [1, 7, 8, 100, 2048])
@@ -61,14 +62,27 @@ def test_a_step_beyond_the_largest_shape_keeps_its_rows() -> None:
     assert shape not in set(buckets.verify_shapes())
 
 
-def test_filters_are_a_shape_of_their_own() -> None:
+@pytest.mark.parametrize("decode_only", [True, False])
+def test_what_is_asked_of_logits_makes_shapes_of_their_own(decode_only: bool) -> None:
+    """Of the same sizes, whatever was looked up before."""
     buckets = Buckets(max_num_seqs=8, max_drafts=3, max_rows=4096, prunes=True)
-    plain, filtered = (buckets.verify(8, 20, 20, decode_only=True, filtered=f) for f in (False, True))
-    assert plain != filtered
-    assert isinstance(filtered, VerifyShape)
+    flags = list(itertools.product((False, True), repeat=2))
+    found = [buckets.verify(8, 20, 20, decode_only=decode_only, filtered=f, shaped=s) for f, s in 2 * flags]
+    assert [(shape.filtered, shape.shaped) for shape in found] == 2 * flags
+    assert len(set(found)) == 4
+    assert {replace(shape, filtered=False, shaped=False) for shape in found} == {found[0]}
 
 
 def test_few_enough_to_be_captured_at_start() -> None:
     buckets = Buckets(max_num_seqs=256, max_drafts=7, max_rows=8192, prunes=True)
     assert len(list(buckets.verify_shapes())) < 350
+    assert sum(shape.decode_only for shape in buckets.verify_shapes()) < 220, "of these acceptance is recorded twice"
     assert len(list(buckets.draft_shapes([0, 1, 2, 4, 7]))) < 80
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 6, 32, 40, 256])
+def test_reports_are_recorded_at_every_number_of_sequences(max_num_seqs: int) -> None:
+    buckets = Buckets(max_num_seqs=max_num_seqs, max_drafts=7, max_rows=8192, prunes=True)
+    sizes = buckets.report_sizes()
+    assert set(sizes) == {shape.num_sequences for shape in buckets.verify_shapes()}
+    assert sizes == tuple(sorted(sizes, reverse=True))

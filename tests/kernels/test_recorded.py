@@ -1,0 +1,164 @@
+"""What is recorded on a plan of nobody serves any step: stages are captured, then called again where a GPU would replay.
+
+A double of `Graphs` keeps the functions that capturing is given. They know nothing of the steps they stand for, so an
+answer is right only if all of it lies at fixed addresses. Runs anywhere; what a real graph adds is tested on a GPU.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from slipstream.capture import capture
+from slipstream.config import MODES, SamplingParams, SpeculativeConfig
+from slipstream.decide.pace import draft_lengths
+from slipstream.decide.policy import make_policy
+from slipstream.device.shapes import VerifyShape
+from slipstream.engine import Engine
+from slipstream.llm import LLM, Completion
+from slipstream.testing import tiny_models, tiny_spec
+from tests.lossless.harness import on, scripted_cost
+
+# The interpreter is NumPy, which warns of what padding rows do.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+SLOW = pytest.mark.slow  # interpreted
+SPEC = tiny_spec(vocab_size=20)
+PROMPTS = [[5, 6, 7, 5], [3, 4], [9, 10, 11, 12, 9]]
+PENALTIES = {"presence_penalty": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.4}
+EDITS = {"min_tokens": 5, "logit_bias": {3: 1.5, 7: -3.0}}
+
+
+class Recorder:
+    """Stands for `Graphs`: a replay is another call."""
+
+    def __init__(self) -> None:
+        self.stages: dict[Hashable, Callable[[], Any]] = {}
+        self.replays: Counter[Hashable] = Counter()
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def capture(self, key: Hashable, function: Callable[[], Any]) -> Any:
+        self.stages[key] = function
+        return function()
+
+    def find(self, key: Hashable) -> "Replay | None":
+        return Replay(self, key) if key in self.stages else None
+
+    def count(self, stage: str, **fields: object) -> int:
+        """Replays of a stage whose shape says so."""
+        return sum(
+            times for (name, shape), times in self.replays.items()  # type: ignore[misc]
+            if name == stage and all(getattr(shape, field) == value for field, value in fields.items())
+        )  # fmt: skip
+
+
+@dataclass
+class Replay:
+    owner: Recorder
+    key: Hashable
+
+    def replay(self) -> Any:
+        self.owner.replays[self.key] += 1
+        return self.owner.stages[self.key]()
+
+
+def engine_of(mode: str, device: str, backend: str) -> LLM:
+    """Steps of prompts are none of those captured: they are too small."""
+    models, speculative, policy = tiny_models("dspark", spec=SPEC), SpeculativeConfig(), None
+    if mode != "off":
+        speculative = SpeculativeConfig.for_mode(mode, draft_model="tiny", num_speculative_tokens=2)
+        policy, _ = make_policy(speculative, num_drafts=2, has_head=True, cost=scripted_cost())
+    models = on(device, models) if backend == "triton" else models
+    sizes = {"max_model_len": 32, "page_size": 8, "max_num_batched_tokens": 8, "max_num_seqs": 2}
+    return LLM(models, speculative=speculative, policy=policy, backend=backend, **sizes)
+
+
+def recorded(mode: str, device: str) -> tuple[LLM, Recorder]:
+    llm, recorder = engine_of(mode, device, "triton"), Recorder()
+    llm.engine.backend.graphs = recorder  # type: ignore[attr-defined]
+    num_drafts = llm.engine.scheduler.limits.max_drafts
+    said: list[tuple[int, int]] = []
+    capture(llm.engine, draft_lengths(num_drafts), lambda *progress: said.append(progress))
+    assert said[-1] == (len(recorder), len(recorder)), "what was announced is what was recorded"
+    return llm, recorder
+
+
+def params_for(num_top: int | None, **more: object) -> list[SamplingParams]:
+    """The first asks for nothing but its log-probabilities."""
+    plain = [SamplingParams(temperature=t, seed=i, max_tokens=7) for i, t in enumerate((1.0, 0.0, 1.0))]
+    asking = [p if i == 0 else replace(p, **more) for i, p in enumerate(plain)]  # type: ignore[arg-type]
+    return [p if i == 1 else replace(p, logprobs=num_top) for i, p in enumerate(asking)]
+
+
+def same(ours: list[Completion], theirs: list[Completion]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+        assert (a.logprobs is None) == (b.logprobs is None)
+        for x, y in zip(a.logprobs or (), b.logprobs or (), strict=True):
+            assert (x.token_id, x.rank) == (y.token_id, y.rank)
+            assert abs(x.logprob - y.logprob) < 1e-4
+            assert [token for token, _ in x.top] == [token for token, _ in y.top]
+
+
+@pytest.mark.parametrize("num_wishes", [1, pytest.param(3, marks=SLOW)])
+@pytest.mark.parametrize("mode", [*(pytest.param(mode, marks=SLOW) for mode in MODES[:-1]), MODES[-1]])
+def test_penalties_edits_and_reports_are_replayed(mode: str, num_wishes: int, device: str) -> None:
+    """Requests that ask and others, in one batch after another; then one alone that asks for nothing."""
+    llm, recorder = recorded(mode, device)
+    silent = SamplingParams(temperature=1.0, seed=7, max_tokens=4)
+    plain = engine_of("off", "cpu", "torch")
+    for wish, num_top in ((PENALTIES | EDITS, 3), (EDITS, None), ({}, 0))[:num_wishes]:
+        params = params_for(num_top, **wish)
+        shaped, reports = recorder.count("accept", shaped=True), recorder.count("report")
+        same(llm.generate(PROMPTS, params), plain.generate(PROMPTS, params))
+        assert (recorder.count("accept", shaped=True) > shaped) == bool(wish)
+        assert (recorder.count("report") > reports) == (num_top is not None)
+    shaped, reports = recorder.count("accept", shaped=True), recorder.count("report")
+    same(llm.generate(PROMPTS[:1], silent), plain.generate(PROMPTS[:1], silent))
+    assert recorder.count("accept", shaped=False) > 0
+    assert (recorder.count("accept", shaped=True), recorder.count("report")) == (shaped, reports)
+    if mode != "off":
+        totals = llm.engine.totals
+        assert 0 < totals.accepted < totals.verified
+
+
+@SLOW
+def test_filters_are_never_judged_by_a_replay(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties come before them, in a launch of their own; verify is replayed as ever."""
+    llm, recorder = recorded("lag", device)
+    launched: list[VerifyShape] = []
+    stages = Engine.accept_stages
+
+    def spy(self: Engine, shape: VerifyShape, *rest: Any) -> Any:
+        launched.append(shape)
+        return stages(self, shape, *rest)
+
+    params = [replace(p, top_k=5, min_p=0.05) for p in params_for(2, **PENALTIES, **EDITS)]  # type: ignore[arg-type]
+    expected = engine_of("off", "cpu", "torch").generate(PROMPTS, params)
+    monkeypatch.setattr(Engine, "accept_stages", spy)
+    same(llm.generate(PROMPTS, params), expected)
+    assert any(shape.filtered and shape.shaped and shape.decode_only for shape in launched)
+    assert recorder.count("accept", filtered=True) == 0
+    assert recorder.count("verify") > 0
+    assert recorder.count("report") > 0
+
+
+@SLOW
+def test_logits_that_are_not_the_targets_own_are_reported_as_they_are(device: str) -> None:
+    """A part put around the target may hand on other tensors than those that were recorded."""
+    llm, recorder = recorded("static", device)
+    verify = llm.engine.target.verify
+
+    def elsewhere(*args: Any) -> Any:
+        rows = verify(*args)
+        return rows._replace(logits=rows.logits.clone())
+
+    for key in [key for key in recorder.stages if key[0] in ("verify", "accept")]:  # type: ignore[index]
+        del recorder.stages[key]
+    llm.engine.target.verify = elsewhere  # type: ignore[method-assign]
+    params = params_for(3, **PENALTIES)
+    same(llm.generate(PROMPTS, params), engine_of("off", "cpu", "torch").generate(PROMPTS, params))
+    assert recorder.count("report") == 0
