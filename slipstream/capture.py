@@ -11,7 +11,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from slipstream.device.shapes import VerifyShape
 from slipstream.device.triton import TritonBackend
 from slipstream.engine import Drafted, Engine
 from slipstream.plan import StepPlan
@@ -34,28 +33,23 @@ def capture(engine: Engine, draft_lengths: Sequence[int], say: Say) -> int:
     drafts = list(backend.buckets.draft_shapes(draft_lengths)) if backend.pads_drafts else []
     verifies = list(backend.buckets.verify_shapes())
     graphs.capture(("load", None), backend.load_stage)
-    accepts = {shape: _variants(shape) if engine.rule.captures else () for shape in verifies}
     sizes = backend.buckets.report_sizes()
-    total = 1 + 2 * len(drafts) + len(verifies) + sum(map(len, accepts.values())) + len(sizes)
+    total = 1 + 2 * len(drafts) + len(verifies) * (1 + 2 * engine.rule.captures) + len(sizes)
     for draft_shape in drafts:
         graphs.capture(("draft", draft_shape), partial(engine.draft_stage, draft_shape, loaded, rule, plan.step))
         graphs.capture(("rank", draft_shape), partial(backend.rank_stage, draft_shape))
         say(len(graphs), total)
     for shape in verifies:
         rows = graphs.capture(("verify", shape), partial(engine.verify_stages, shape, drafted, backend.no_widths))
-        for variant in accepts[shape]:
-            graphs.capture(("accept", variant), partial(engine.accept_stages, variant, drafted, rows))
+        if engine.rule.captures:
+            for each in (shape, replace(shape, shaped=True)):  # without and with penalties and edits
+                graphs.capture(("accept", each), partial(engine.accept_stages, each, drafted, rows))
         say(len(graphs), total)
     for size in sizes:
         stage = partial(backend.report_stage, size, rows.logits, backend.buffers.result)
         graphs.capture(("report", size), stage)
     say(len(graphs), total)
     return len(graphs)
-
-
-def _variants(shape: VerifyShape) -> tuple[VerifyShape, ...]:
-    """Acceptance with and without penalties and edits. With rows of prompts it is launched: half as many graphs to record."""
-    return (shape, replace(shape, shaped=True)) if shape.decode_only else (shape,)
 
 
 def nobody() -> StepPlan:

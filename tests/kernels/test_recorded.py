@@ -19,7 +19,7 @@ from slipstream.device.shapes import VerifyShape
 from slipstream.engine import Engine
 from slipstream.llm import LLM, Completion
 from slipstream.testing import tiny_models, tiny_spec
-from tests.lossless.harness import on, scripted_cost
+from tests.lossless.harness import PRUNING, on, scripted_cost
 
 # The interpreter is NumPy, which warns of what padding rows do.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -65,23 +65,25 @@ class Replay:
         return self.owner.stages[self.key]()
 
 
-def engine_of(mode: str, device: str, backend: str) -> LLM:
-    """Steps of prompts are none of those captured: they are too small."""
+def engine_of(mode: str, device: str, backend: str, **options: object) -> LLM:
+    """Steps with prompts are beyond the largest shape that is captured, unless options say otherwise."""
     models, speculative, policy = tiny_models("dspark", spec=SPEC), SpeculativeConfig(), None
     if mode != "off":
         speculative = SpeculativeConfig.for_mode(mode, draft_model="tiny", num_speculative_tokens=2)
+    if mode in PRUNING:
         policy, _ = make_policy(speculative, num_drafts=2, has_head=True, cost=scripted_cost())
     models = on(device, models) if backend == "triton" else models
-    sizes = {"max_model_len": 32, "page_size": 8, "max_num_batched_tokens": 8, "max_num_seqs": 2}
+    sizes = {"max_model_len": 32, "page_size": 8, "max_num_batched_tokens": 8, "max_num_seqs": 2, **options}
     return LLM(models, speculative=speculative, policy=policy, backend=backend, **sizes)
 
 
-def recorded(mode: str, device: str) -> tuple[LLM, Recorder]:
-    llm, recorder = engine_of(mode, device, "triton"), Recorder()
+def recorded(mode: str, device: str, **options: object) -> tuple[LLM, Recorder]:
+    llm, recorder = engine_of(mode, device, "triton", **options), Recorder()
     llm.engine.backend.graphs = recorder  # type: ignore[attr-defined]
     num_drafts = llm.engine.scheduler.limits.max_drafts
     said: list[tuple[int, int]] = []
-    capture(llm.engine, draft_lengths(num_drafts), lambda *progress: said.append(progress))
+    lengths = draft_lengths(num_drafts) if mode in PRUNING else (num_drafts,)
+    capture(llm.engine, lengths, lambda *progress: said.append(progress))
     assert said[-1] == (len(recorder), len(recorder)), "what was announced is what was recorded"
     return llm, recorder
 
@@ -103,8 +105,9 @@ def same(ours: list[Completion], theirs: list[Completion]) -> None:
             assert [token for token, _ in x.top] == [token for token, _ in y.top]
 
 
-@pytest.mark.parametrize("num_wishes", [1, pytest.param(3, marks=SLOW)])
-@pytest.mark.parametrize("mode", [*(pytest.param(mode, marks=SLOW) for mode in MODES[:-1]), MODES[-1]])
+@pytest.mark.parametrize(
+    ("mode", "num_wishes"), [("static", 1), *(pytest.param(mode, 3, marks=SLOW) for mode in MODES)]
+)
 def test_penalties_edits_and_reports_are_replayed(mode: str, num_wishes: int, device: str) -> None:
     """Requests that ask and others, in one batch after another; then one alone that asks for nothing."""
     llm, recorder = recorded(mode, device)
@@ -123,6 +126,15 @@ def test_penalties_edits_and_reports_are_replayed(mode: str, num_wishes: int, de
     if mode != "off":
         totals = llm.engine.totals
         assert 0 < totals.accepted < totals.verified
+
+
+@SLOW
+def test_steps_with_prompts_are_replayed_too(device: str) -> None:
+    llm, recorder = recorded("static", device, max_num_batched_tokens=64)
+    params = params_for(3, **PENALTIES, **EDITS)
+    same(llm.generate(PROMPTS, params), engine_of("off", "cpu", "torch").generate(PROMPTS, params))
+    assert recorder.count("accept", shaped=True, decode_only=False) > 0
+    assert recorder.count("accept", shaped=True, decode_only=True) > 0
 
 
 @SLOW

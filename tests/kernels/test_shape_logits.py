@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import shape_logits as kernels
-from slipstream.kernels.accept import accept_coupled
+from slipstream.kernels.accept import accept_coupled, row_best
 from slipstream.kernels.shape_logits import Shaper, count_tokens, shape_logits
 from slipstream.ops import shape_logits as ops
 from slipstream.ops.shape_logits import Histories, Shaping
@@ -133,6 +133,28 @@ def test_acceptance_shapes_what_it_reads(device: str, dtype: torch.dtype, seed: 
     case.logits[rows, : case.num_token_ids] = expected(case, asked, rows)
     case.check(result)
     assert not torch.equal(result, unshaped)
+
+
+@pytest.mark.parametrize("num_token_ids", [40, 3000])
+def test_a_row_has_the_same_bits_shaped_while_it_is_read_or_before(
+    device: str, dtype: torch.dtype, num_token_ids: int
+) -> None:
+    """Whoever filters in a step decides which it is; and who asks for nothing has the bits of a step of nobody's wishes."""
+    case = make_case(device, num_token_ids=num_token_ids, dtype=dtype)
+    asked, named = wishes(case), case.tensors
+    step = {name: named[name] for name in STEP}
+    sampling = {name: named[name] for name in (*step, "temperature", "seed") if name != "emits"}
+    shaper = shaper_of(case, asked)
+    before = shape_logits(case.logits, num_token_ids, shaper, **step, drafts=case.drafts)
+    rows = named["output_sequence"] >= 0
+    apart = row_best(before, num_token_ids, **sampling, block=2048)
+    inside = row_best(case.logits, num_token_ids, **sampling, block=2048, shaping=(shaper, case.drafts))
+    plain = row_best(case.logits, num_token_ids, **sampling, block=2048)
+    free = named["output_sequence"] == NEUTRAL
+    for a, b, c in zip(apart, inside, plain, strict=True):
+        assert torch.equal(a[rows], b[rows])
+        assert torch.equal(b[free], c[free])
+    assert not torch.equal(inside[0][rows], plain[0][rows])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

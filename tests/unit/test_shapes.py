@@ -76,7 +76,6 @@ def test_what_is_asked_of_logits_makes_shapes_of_their_own(decode_only: bool) ->
 def test_few_enough_to_be_captured_at_start() -> None:
     buckets = Buckets(max_num_seqs=256, max_drafts=7, max_rows=8192, prunes=True)
     assert len(list(buckets.verify_shapes())) < 350
-    assert sum(shape.decode_only for shape in buckets.verify_shapes()) < 220, "of these acceptance is recorded twice"
     assert len(list(buckets.draft_shapes([0, 1, 2, 4, 7]))) < 80
 
 
