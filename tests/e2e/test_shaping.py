@@ -250,16 +250,17 @@ def test_fault_22_chunks_of_the_prompt_change_nothing(budget):
 
 
 def test_a_batch_that_asks_for_nothing_shapes_nothing(monkeypatch):
-    """The op is not called, and steps are not marked as filtered: they keep their graphs."""
+    """The op is not called, and steps are marked neither as shaped nor as filtered: they keep their graphs."""
     monkeypatch.setattr(accept, "shape_logits", None)
     llm = make_llm("static", models=models_with("dspark"))
     spy = Spy(llm)
     llm.generate(prompts_of(4, 5), [greedy(8), greedy(8, temperature=1.0, seed=1, min_p=0.0, logit_bias={})])
-    assert not any(step.plan.any_shaped for step in spy.steps)
+    assert not any(step.plan.any_shaped or step.plan.any_filtered for step in spy.steps)
     llm.generate(prompts_of(4, 5), [greedy(8, temperature=0.0, min_p=0.5, top_k=4), greedy(8, min_tokens=4)])
-    assert not any(step.plan.any_shaped for step in spy.steps), "none of these has an effect"
+    assert not any(step.plan.any_shaped or step.plan.any_filtered for step in spy.steps), "none of these has an effect"
     llm.generate(prompts_of(4, 5), [greedy(8), greedy(8, temperature=1.0, seed=1, min_p=0.5)])
-    assert any(step.plan.any_shaped and step.plan.any_min_p for step in spy.steps)
+    assert any(step.plan.any_filtered and step.plan.any_min_p for step in spy.steps)
+    assert not any(step.plan.any_shaped for step in spy.steps)
 
 
 def test_fault_14_a_request_whose_every_token_is_banned_fails_alone():
