@@ -38,7 +38,7 @@ class VerifyShape:
     draft_length: int  # columns of the verdict, less one
     filtered: bool = False  # somebody asks for top-k, top-p or min-p, or has a grammar
     shaped: bool = False  # somebody asks for penalties or edits
-    keeps_hidden: bool = False  # somebody asks for log-probabilities of a prompt; no such shape is captured
+    keeps_hidden: bool = False  # somebody asks for log-probabilities of a prompt; in buckets hidden states always stay
     segments: tuple[Segment, ...] = ()  # bounds for attention in plain torch; none in buckets
     exact: tuple[int, int] = field(default=(0, 0), compare=False)  # sequences and outputs of the very step, unpadded
 

@@ -206,7 +206,7 @@ class TritonBackend:
 
     def verify_shape(self, plan: StepPlan, decision: Decision) -> VerifyShape:
         num_drafts = decision.num_draft_rows
-        shape = self.buckets.verify(
+        return self.buckets.verify(
             plan.num_sequences,
             plan.num_given + num_drafts,
             plan.num_emitting + num_drafts,
@@ -214,7 +214,6 @@ class TritonBackend:
             filtered=plan.any_filtered,
             shaped=plan.any_shaped,
         )
-        return replace(shape, keeps_hidden=True) if plan.reads_prompts else shape
 
     def replay(self, stage: str, shape: DraftShape | VerifyShape | None) -> Callable[[], object] | None:
         if stage == "verify" and isinstance(shape, VerifyShape) and (shape.filtered or shape.shaped):

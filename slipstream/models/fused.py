@@ -46,12 +46,12 @@ class FusedDecoder:
         attention = self._layers[layer].self_attn
         return _weight(attention.q_norm), _weight(attention.k_norm)
 
-    def forward(self, token_ids: Tensor, attend: PackedAttend, taps: dict[int, Tensor]) -> Tensor:
-        """token_ids [R] -> the residual stream [R, H] before the final norm.
+    def forward(self, token_ids: Tensor, attend: PackedAttend, taps: dict[int, Tensor], stream: Tensor) -> Tensor:
+        """token_ids [R] -> the residual stream [R, H] before the final norm, in `stream`.
 
         taps: layer -> where its residual stream goes, [R, H]; -1 is the embedding's output (`Decoder.forward`).
         """
-        x = F.embedding(token_ids, self.embedding)
+        x = torch.index_select(self.embedding, 0, token_ids, out=stream)
         if -1 in taps:
             taps[-1].copy_(x)
         for index, layer in enumerate(self._layers):

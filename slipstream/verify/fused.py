@@ -46,6 +46,7 @@ class FusedTarget:
         self._num_token_ids = num_token_ids
         self._norms = [self._forward.head_norms(layer) for layer in range(spec.num_layers)]
         self._logits = torch.empty(max_outputs, spec.vocab_size, dtype=dtype, device=device)
+        self._stream = torch.empty(max_rows, spec.hidden_size, dtype=dtype, device=device)
         self._features = torch.empty(max_rows, len(taps), spec.hidden_size, dtype=dtype, device=device)
 
     def verify(self, batch: Batch, token_ids: Tensor, shape: VerifyShape) -> Forwarded:
@@ -56,15 +57,12 @@ class FusedTarget:
         def attend(layer: int, qkv: Tensor) -> Tensor:
             return self._attend(batch, shape, layer, qkv)
 
-        x = stream = self._forward.forward(token_ids, attend, taps)
+        x = stream = self._forward.forward(token_ids, attend, taps, self._stream[: shape.num_rows])
+        assert stream.data_ptr() == self._stream.data_ptr(), "layers work in place: reports find the rows there"
         if not shape.decode_only:
             x = x.index_select(0, batch.output_rows)
         logits = self._forward.logits(x, self._logits[: shape.num_outputs])
-        return Forwarded(
-            logits[:, : self._num_token_ids],
-            features.flatten(1) if taps else None,
-            stream if shape.keeps_hidden else None,
-        )
+        return Forwarded(logits[:, : self._num_token_ids], features.flatten(1) if taps else None, stream)
 
     def head(self, hidden: Tensor) -> Tensor:
         return self._forward.logits(hidden)[:, : self._num_token_ids]

@@ -26,7 +26,7 @@ class TargetForward(Protocol):
 class Forwarded(NamedTuple):
     logits: Tensor  # [O, V] of the output rows, in the model's dtype
     features: Tensor | None  # [R, K * H] of all rows, if there are taps
-    hidden: Tensor | None  # [R, H] what `TargetForward.head` takes, where `VerifyShape.keeps_hidden`
+    hidden: Tensor | None  # [R, H] what `TargetForward.head` takes; at least where `VerifyShape.keeps_hidden`
 
 
 class Target:

@@ -86,7 +86,7 @@ def test_launches_do_not_synchronise(mode: str, algorithm: str, wish: str, monke
 
 @pytest.mark.parametrize("mode", ["off", "static", "lag", "lag-budget"])
 def test_logprobs_beside_replays_equal_those_of_the_stages_they_record(mode: str) -> None:
-    """Every other request asks, so that steps with prompts that are reported, and thus not replayed, are mixed with others."""
+    """Every other request asks, so that steps with prompts that are reported are mixed with others."""
     captured, eager = engine_of(mode), engine_of(mode)
     eager.engine.backend.graphs = None
     params = [

@@ -131,8 +131,14 @@ def test_penalties_edits_and_reports_are_replayed(mode: str, num_wishes: int, de
 @SLOW
 def test_steps_with_prompts_are_replayed_too(device: str) -> None:
     llm, recorder = recorded("static", device, max_num_batched_tokens=64)
-    params = params_for(3, **PENALTIES, **EDITS)
-    same(llm.generate(PROMPTS, params), engine_of("off", "cpu", "torch").generate(PROMPTS, params))
+    params = params_for(3, **PENALTIES, **EDITS, prompt_logprobs=2)
+    ours, plain = llm.generate(PROMPTS, params), engine_of("off", "cpu", "torch").generate(PROMPTS, params)
+    same(ours, plain)
+    for a, b in zip(ours[1:], plain[1:], strict=True):
+        for x, y in zip(a.prompt_logprobs[1:], b.prompt_logprobs[1:], strict=True):  # type: ignore[index]
+            assert (x.token_id, x.rank) == (y.token_id, y.rank)  # type: ignore[union-attr]
+            assert abs(x.logprob - y.logprob) < 1e-4  # type: ignore[union-attr]
+    assert recorder.count("verify", decode_only=False) == recorder.count("accept", decode_only=False) > 1
     assert recorder.count("accept", shaped=True, decode_only=False) > 0
     assert recorder.count("accept", shaped=True, decode_only=True) > 0
 
