@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from slipstream.device.graphs import garbage_left_alone
 from slipstream.device.triton import TritonBackend
 from slipstream.engine import Drafted, Engine
 from slipstream.plan import StepPlan
@@ -19,6 +20,7 @@ Say = Callable[[int, int], None]  # stages recorded so far, and in all
 
 
 @torch.inference_mode()
+@garbage_left_alone()
 def capture(engine: Engine, draft_lengths: Sequence[int], say: Say) -> int:
     """Capture drafts of these lengths and all padded shapes of the other stages; returns the number of graphs.
 

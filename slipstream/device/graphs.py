@@ -5,7 +5,9 @@ returns. All graphs share one memory pool, so nothing that one leaves in it outl
 other lies in buffers of its own.
 """
 
-from collections.abc import Callable, Hashable
+import gc
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -48,3 +50,16 @@ class Graphs:
             result = function()
         self._captured[key] = Captured(graph, result)
         return result
+
+
+@contextmanager
+def garbage_left_alone() -> Iterator[None]:
+    """No collection meanwhile: graphs of a former engine that are let go while one is recorded would break the record."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -81,7 +81,8 @@ def test_launches_do_not_synchronise(mode: str, algorithm: str, wish: str, monke
         "all": {**SHAPING, "logprobs": 3, "prompt_logprobs": 1},
     }  # fmt: skip
     params = [replace(p, **wishes[wish]) for p in params_for(1.0)]
-    assert run(**serving(algorithm), mode=mode, prompts=PROMPTS, params=params).totals.accepted > 0
+    totals = run(**serving(algorithm), mode=mode, prompts=PROMPTS, params=params).totals
+    assert totals.verified > 0 and (totals.accepted > 0 or algorithm == "ngram")  # penalties leave few repetitions
 
 
 @pytest.mark.parametrize("mode", ["off", "static", "lag", "lag-budget"])

@@ -4,6 +4,7 @@ A double of `Graphs` keeps the functions that capturing is given. They know noth
 answer is right only if all of it lies at fixed addresses. Runs anywhere; what a real graph adds is tested on a GPU.
 """
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ class Recorder:
         return len(self.stages)
 
     def capture(self, key: Hashable, function: Callable[[], Any]) -> Any:
+        assert not gc.isenabled(), "a graph of a former engine might be let go while this one is recorded"
         self.stages[key] = function
         return function()
 
@@ -84,6 +86,7 @@ def recorded(mode: str, device: str, **options: object) -> tuple[LLM, Recorder]:
     said: list[tuple[int, int]] = []
     lengths = draft_lengths(num_drafts) if mode in PRUNING else (num_drafts,)
     capture(llm.engine, lengths, lambda *progress: said.append(progress))
+    assert gc.isenabled()
     assert said[-1] == (len(recorder), len(recorder)), "what was announced is what was recorded"
     return llm, recorder
 

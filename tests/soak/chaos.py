@@ -1,7 +1,7 @@
 """Chaos: random requests, aborts and faults against engines with too little memory, checked after every step.
 
     python -m tests.soak.chaos --requests 10000 --out runs/chaos.json
-    python -m tests.soak.chaos --model smollm2-135m --draft smollm2-135m-dspark --device cuda --requests 2000
+    python -m tests.soak.chaos --model smollm2-135m --draft smollm2-135m-dspark --device cuda --requests 2000 --jobs 8
 
 Each engine (a mode, a rule, a loop) gets its share of the requests. After every step pages are owned as often as they say
 and free + used = all; at the end nothing is left. Whoever was neither aborted nor hit by a fault has the answer of plain
@@ -17,7 +17,10 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -233,19 +236,39 @@ def said(answer: Completion) -> tuple[object, ...]:
     return answer.token_ids, answer.text, answer.finish_reason, answer.stop_reason, answer.index
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one engine saw."""
+
+    counts: Counter[str]
+    near_ties: NearTies
+    resident_mb: float  # afterwards
+
+
 def run(setting: Setting, num_requests: int, kinds: Sequence[tuple[str, str, bool]] = ENGINES) -> dict[str, Any]:
-    """Every engine with its share; AssertionError at the first thing that is wrong. What was seen, by name."""
-    counts, near_ties, memory = Counter[str](), NearTies(), []
-    for number, kind in enumerate(kinds):
-        chaos = Chaos(setting, kind)
-        chaos.serve(map(setting.traffic.wish, range(number, num_requests, len(kinds))))
-        counts += chaos.counts
-        near_ties.count(chaos.near_ties.requests, chaos.near_ties.excused)
-        del chaos
-        gc.collect()
-        memory.append(resident_mb())
+    """Every engine with its share, one after another; AssertionError at the first thing that is wrong."""
+    return summary([serve_share(setting, num_requests, number, kinds) for number in range(len(kinds))])
+
+
+def serve_share(
+    setting: Setting, num_requests: int, number: int, kinds: Sequence[tuple[str, str, bool]] = ENGINES
+) -> Share:
+    chaos = Chaos(setting, kinds[number])
+    chaos.serve(map(setting.traffic.wish, range(number, num_requests, len(kinds))))
+    counts, near_ties = chaos.counts, chaos.near_ties
+    del chaos
+    gc.collect()
+    return Share(counts, near_ties, resident_mb())
+
+
+def summary(shares: Sequence[Share]) -> dict[str, Any]:
+    """What was seen, by name."""
+    counts, near_ties = Counter[str](), NearTies()
+    for share in shares:
+        counts += share.counts
+        near_ties.count(share.near_ties.requests, share.near_ties.excused)
     assert not near_ties.too_many, near_ties
-    return {**counts, "resident_mb": memory}
+    return {**counts, "resident_mb": [share.resident_mb for share in shares]}
 
 
 def resident_mb() -> float:
@@ -257,7 +280,7 @@ def tiny_setting(**fields: Any) -> Setting:
     return Setting(models=replace(models_with("dspark"), tokenizer=byte_tokenizer()), tiny=True, **fields)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
@@ -265,23 +288,44 @@ def main() -> None:
     parser.add_argument("--draft", default=None)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--beside", type=int, default=1, help="requests at a time in the plain engine")
+    parser.add_argument("--jobs", type=int, default=1, help="engines at a time, each in a process of its own")
     parser.add_argument("--out", type=Path, default=None, help="JSON file")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def setting_of(options: argparse.Namespace) -> Setting:
     if options.model is None:
         torch.set_num_threads(1)  # such small models are slower on more
-        setting = tiny_setting(seed=options.seed, beside=options.beside)
-    else:
-        from slipstream.load import load_models
+        return tiny_setting(seed=options.seed, beside=options.beside)
+    from slipstream.load import load_models
 
-        models = load_models(options.model, options.draft, dtype="float32", device=options.device)
-        setting = Setting(
-            models=models, tiny=False, draft=options.draft, seed=options.seed, beside=options.beside, slots=16,
-            longest=256, pages=200,
-        )  # fmt: skip
-    found = run(setting, options.requests)
+    models = load_models(options.model, options.draft, dtype="float32", device=options.device)
+    return Setting(
+        models=models, tiny=False, draft=options.draft, seed=options.seed, beside=options.beside, slots=16,
+        longest=256, pages=200,
+    )  # fmt: skip
+
+
+def job(options: argparse.Namespace, number: int) -> tuple[Share, dict[str, Any]]:
+    """In a process of its own: a share, and what machine it ran on."""
+    setting = setting_of(options)
+    share = serve_share(setting, options.requests, number)
+    print(f"{' '.join(map(str, ENGINES[number]))}: {dict(share.counts)}", flush=True)
+    return share, machine.provenance(setting.models.device)
+
+
+def main() -> None:
+    options = arguments()
+    numbers = range(len(ENGINES))
+    if options.jobs == 1:
+        done = [job(options, number) for number in numbers]
+    else:
+        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+            done = list(pool.map(partial(job, options), numbers))
+    found = summary([share for share, _ in done])
     print(json.dumps(found, indent=1))
     if options.out:
-        report = {**machine.provenance(setting.models.device), "conditions": vars(options) | {"out": str(options.out)}}
+        report = {**done[0][1], "conditions": vars(options) | {"out": str(options.out)}}
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps({**report, "found": found}, indent=1) + "\n")
 
