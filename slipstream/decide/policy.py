@@ -217,8 +217,11 @@ class Adaptive:
             self._on_record(decided)
         if decided.widths_np is not None:
             return Decision(widths_np=decided.widths_np.astype(np.int32), budget=None, caps_np=caps)
+        assert decided.budget is not None
         if decided.budget == np.add.reduce(caps):  # nothing is left to hand out: the device need not rank
             return _in_full(caps)
+        if np.count_nonzero(caps) == 1:  # nobody to rank against: its first drafts
+            return Decision(widths_np=np.minimum(caps, np.int32(decided.budget)), budget=None, caps_np=caps)
         return Decision(widths_np=None, budget=decided.budget, caps_np=caps)
 
     def _expect(self, plan: StepPlan) -> "_Expected":

@@ -234,10 +234,23 @@ def test_budget_is_a_lagged_total_within_caps():
     assert drive.step(rows, [asks_for(4)] * 2).widths_np.tolist() == [1, 1]
 
 
+def test_one_request_alone_takes_the_first_drafts_of_a_budget():
+    """Which ones the device would pick is known, so it need not rank: also beside requests that may have none."""
+    for others in ([], [Row(1, 2, cap=0)]):
+        drive, rows = Drive(made("lag-budget", LinearCost(2.0, 0.3))), [Row(0, 1), *others]
+        seen = []
+        for survival in (1.0, 0.0, 0.5, 0.9):
+            drive.step(rows, survival)
+            decision = drive.step(rows, survival)
+            assert decision.budget is None and decision.widths_np[1:].tolist() == [0] * len(others)
+            seen.append(decision.num_draft_rows)
+        assert seen[0] == S and 0 in seen and set(seen) - {0, S}
+
+
 def test_unknown_rows_enter_a_budget_with_their_prior():
     policy = made("lag-budget", LinearCost(2.0, 0.3))
     # prior .5, .25, .125: 1 / 2.3 < 1.5 / 2.6 < 1.75 / 2.9 > 1.875 / 3.2
-    assert Drive(policy).step([Row(0, 1)], 0.0).budget == 2
+    assert Drive(policy).step([Row(0, 1)], 0.0).widths_np.tolist() == [2]
     policy = made("lag-budget", LinearCost(2.0, 0.0))
     assert Drive(policy).step([Row(0, 1), Row(1, 2)], 0.0).num_draft_rows == 2 * S
 
