@@ -36,7 +36,7 @@ def run(session: Session, scale: Scale, clock: Clock) -> Report:
         prompts = session.pair.prompts(session.models, at)
         for mode in MODES:
             llm = session.llm(mode, scale.drafts[0], slots_for(scale, at))
-            served = serve(llm, prompts, tokens(scale.output_tokens), at)
+            served = serve(llm, prompts, tokens(scale.beside_tokens), at)
             rows.append({"what": f"slipstream {mode}", "concurrency": at, "tok_per_s": served.wave.tok_per_s})
         for kind, run_it in kinds.items():
             if kind in failed or not clock.allows(f"{kind} at {at}", 10.0):
@@ -44,7 +44,7 @@ def run(session: Session, scale: Scale, clock: Clock) -> Report:
             try:
                 run_it(prompts, 4)  # what is done once is not timed
                 begin = time.perf_counter()
-                count = run_it(prompts, scale.output_tokens)
+                count = run_it(prompts, scale.beside_tokens)
                 speed = count / (time.perf_counter() - begin)
                 rows.append({"what": f"transformers {kind}", "concurrency": at, "tok_per_s": speed})
             except Exception as error:  # somebody else's code: whatever it raises is a result
@@ -58,7 +58,7 @@ def run(session: Session, scale: Scale, clock: Clock) -> Report:
         "transformers": transformers.__version__,
         "rows": rows,
         "failed": failed,
-        "output_tokens": scale.output_tokens,
+        "output_tokens": scale.beside_tokens,
     }
     return report, goals(rows)
 

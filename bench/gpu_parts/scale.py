@@ -45,7 +45,8 @@ class Scale:
     attention_heads: tuple[int, int, int]  # heads, KV heads, head size
     agreement_prompts: int
     delay_s: float  # of every decision, where it is slowed on purpose
-    patience_s: float  # with somebody else's code that may hang
+    beside_tokens: int  # output beside somebody else's code, which takes long for each
+    patience_s: float  # with it, for it may hang
 
     @property
     def large_slots(self) -> int:
@@ -82,7 +83,7 @@ def full(small_model: str = "smollm2-135m", large_model: str = "random:qwen3-8b"
         drafts=(7, 16), rows=(1, 8, 32, 128, 256, 512, 1024, 2048), output_tokens=256, table_tokens=128, probe_tokens=48,
         large_at=(1, 32, 256), probed_at=(8, 32, 128), verify_at=32, small_at=(1, 32, 256), requests=(8, 96, 512), waves=3,
         attention=(32, 4096), attention_heads=(32, 8, 128), agreement_prompts=128, delay_s=0.005,
-        patience_s=40.0,
+        beside_tokens=64, patience_s=15.0,
     )  # fmt: skip
 
 
@@ -99,7 +100,7 @@ def tiny() -> Scale:
         large=pair("tiny-large"), small=pair("tiny-small"), drafts=(3, 7), rows=(1, 2, 8), output_tokens=8, table_tokens=6,
         probe_tokens=6, large_at=(1, 2), probed_at=(1, 2), verify_at=2, small_at=(1, 2), requests=(1, 2), waves=1,
         attention=(2, 40), attention_heads=(4, 2, 8), agreement_prompts=2, delay_s=0.005,
-        patience_s=2.0,
+        beside_tokens=8, patience_s=2.0,
     )  # fmt: skip
 
 

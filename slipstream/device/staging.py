@@ -82,8 +82,10 @@ class Mailbox:
     """
 
     def __init__(
-        self, places: dict[str, tuple[tuple[int, ...], type[Any]]], device: torch.device, num_buffers: int = 3
-    ) -> None:
+        self, places: dict[str, tuple[tuple[int, ...], type[Any]]], device: torch.device, num_buffers: int = 3,
+        beside: bool = False,
+    ) -> None:  # fmt: skip
+        """beside: copies run beside what is on the compute stream since `free`, and only what follows waits for them."""
         self._offsets, size = {}, 0
         for name, (shape, kind) in places.items():
             self._offsets[name] = size
@@ -99,6 +101,10 @@ class Mailbox:
         self._read: list[torch.cuda.Event | None] = [None] * num_buffers
         self._turn = 0
         self._stream = compute_stream(device)
+        self._beside: torch.cuda.Stream | None = None
+        if beside and device.type == "cuda":
+            self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._free = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def _views(self, whole: Tensor) -> dict[str, Tensor]:
         found = {}
@@ -123,10 +129,27 @@ class Mailbox:
                 if name in padding:
                     host[name][len(array) :] = padding[name]
                 written[name] = array
-        self._received.copy_(staged, non_blocking=True)
-        if self._stream is not None:
-            self._read[self._turn] = event = event or torch.cuda.Event()  # type: ignore[no-untyped-call]
+        if self._stream is None:
+            self._received.copy_(staged)
+            return
+        self._read[self._turn] = event = event or torch.cuda.Event()  # type: ignore[no-untyped-call]
+        if self._beside is None:
+            self._received.copy_(staged, non_blocking=True)
             event.record(self._stream)
+            return
+        self._beside.wait_event(self._free)
+        torch.cuda.set_stream(self._beside)
+        try:
+            self._received.copy_(staged, non_blocking=True)
+        finally:
+            torch.cuda.set_stream(self._stream)
+        event.record(self._beside)
+        self._stream.wait_event(event)
+
+    def free(self) -> None:
+        """Whoever reads what was received has been launched: what is posted next may take its place after them."""
+        if self._beside is not None:
+            self._free.record(self._stream)
 
 
 class Export:

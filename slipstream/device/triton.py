@@ -115,7 +115,7 @@ class TritonBackend:
         )  # fmt: skip
         self._decision = Mailbox(
             {"widths": ((num_slots,), np.int64), "caps": ((num_slots,), np.int64), "budget": ((1,), np.int64),
-             "calibration": ((2, max(num_drafts, 1), 2), np.float32)}, device,
+             "calibration": ((2, max(num_drafts, 1), 2), np.float32)}, device, beside=True,
         )  # fmt: skip
         self.no_widths = self._decision.received["widths"]  # where widths arrive; none are there yet
         self._loaded = PlanOnDevice(*(self._plan.received[name] for name in ("slots", "num_given", "emits", "teaches")))
@@ -130,6 +130,7 @@ class TritonBackend:
             moved = self._uploader.upload({"writes": writes.astype(np.int64)})
             batch_kernels.write_pages(self.state.page_table, moved["writes"])
             writes = writes[:0]
+        self._decision.free()  # the step before is launched; this one's decision goes down while its drafts are made
         arrays = {"slots": plan.slots_np, "num_given": plan.num_given_np, "emits": plan.emits_np,
                   "teaches": plan.teaches_np, "writes": writes}  # fmt: skip
         self._plan.post(arrays, self._padding)
