@@ -33,6 +33,7 @@ SETS = ("gsm8k", "humaneval", "math500", "mbpp", "mt_bench")
 MODES = ("off", "static", "adaptive", "lag", "lag-budget", LATE)
 REQUESTS_EACH = 4  # of every slot, in a wave
 FEWEST_REQUESTS = 8
+PLAIN_BUDGET_S = 4.0
 NO_LIMIT = 1 << 30  # tokens of an answer that ends by itself
 EXTRA = ("oracle", "lag-2", "lag-raw")  # simulated beside what was measured, with every static S
 SHAPES = {"8b": "random:qwen3-8b", "smollm2": "smollm2-135m"}
@@ -159,6 +160,7 @@ def measure(options: argparse.Namespace) -> None:
         watch = timeline.add if options.timeline else None
         report = bench.run(asked, lambda line: print(line, file=sys.stderr, flush=True), watch, models).report
         report["cost_model"] = cost_model(models)
+        report["plain_cost_model"] = plain_cost_model(models, concurrency)
         write(options.out / f"{cell.name}.json", report)
         if options.timeline:
             shown = {label: spans for label, spans in timeline.cases.items() if not label.startswith("fixed")}
@@ -178,6 +180,17 @@ def cost_model(models: Any) -> dict[str, Any]:
     return CostProfile.load(key.path()).to_dict()
 
 
+def plain_cost_model(models: Any, concurrency: int) -> dict[str, Any]:
+    """What steps of plain decoding cost: an engine without drafts is cut otherwise, and keeps no features for a drafter."""
+    from slipstream import LLM
+    from slipstream.lab.profile import BASE_CONTEXT, profile_key
+    from slipstream.lab.profile import measure as measure_prices
+
+    llm = LLM(models, max_num_seqs=concurrency, max_model_len=4 * BASE_CONTEXT, prefix_caching=False)
+    key = profile_key(models.target_name, "none", models.device, models.dtype)
+    return measure_prices(llm.engine, key, PLAIN_BUDGET_S).to_dict()
+
+
 def write(path: Path, report: dict[str, Any]) -> None:
     from slipstream.lab.report import plain_json
 
@@ -188,28 +201,40 @@ def write(path: Path, report: dict[str, Any]) -> None:
 
 def simulate(folder: Path) -> None:
     """Every replayed cell again, in simulation: same trace, same requests, at the prices that its engines went by."""
+    for name, report in reports(folder):
+        if name.startswith("8b") and "cost_model" in report:
+            write(folder / f"simulated-{name}.json", {"cell": name, **simulated(report)})
+
+
+def simulated(report: dict[str, Any]) -> dict[str, Any]:
+    """What `slipstream simulate` says of a cell: plain decoding at its own prices where they were measured."""
+    measured, first = {row["mode"]: row for row in report["rows"]}, report["rows"][0]
+    policies = [mode for mode in measured if mode not in ("off", "static", LATE)] + [*EXTRA, "static:all"]
+    kind = first["prompts"] if first["prompts"] in SETS else None
+    exposed = measured["adaptive"]["gap_us"] - measured["lag"]["gap_us"]
+    common: dict[str, Any] = {
+        "trace": Path(first["acceptance"].removeprefix("replayed from ")), "signals": ("head",),
+        "num_speculative_tokens": (measured["lag"]["num_speculative_tokens"],), "sets": (kind,) if kind else (),
+        "concurrency": (first["concurrency"],), "requests": first["requests"], "waves": first["waves"],
+        "calibration": "none", "exposed_us": f"{max(exposed, 0):.0f}",
+    }  # fmt: skip
+    rows = _rows_at(report["cost_model"], policies, common)
+    best = max(row["tok_per_s"] for row in rows if row["policy"] == "oracle")
+    (plain,) = _rows_at(report.get("plain_cost_model", report["cost_model"]), ["off"], common)
+    plain = {**plain, "regret": 1 - plain["tok_per_s"] / best}
+    return {"exposed_us": exposed, "rows": [plain, *rows]}
+
+
+def _rows_at(prices: dict[str, Any], policies: Sequence[str], common: dict[str, Any]) -> list[dict[str, Any]]:
     from slipstream.decide.cost import CostProfile
     from slipstream.lab import simulate as lab
     from slipstream.lab.simulate_options import SimulateOptions
 
-    for name, report in reports(folder):
-        if not name.startswith("8b") or "cost_model" not in report:
-            continue
-        measured, first = {row["mode"]: row for row in report["rows"]}, report["rows"][0]
-        profile = Path("runs") / "cost.json"
-        CostProfile.from_dict(report["cost_model"]).save(profile)
-        policies = [mode for mode in measured if mode not in (LATE, "static")] + [*EXTRA]
-        kind = first["prompts"] if first["prompts"] in SETS else None
-        drafts, waves = measured["lag"]["num_speculative_tokens"], first["waves"]
-        exposed = measured["adaptive"]["gap_us"] - measured["lag"]["gap_us"]
-        options = SimulateOptions(
-            trace=Path(first["acceptance"].removeprefix("replayed from ")), profile=profile, signals=("head",),
-            policies=(*policies, "static:all"), num_speculative_tokens=(drafts,),
-            sets=(kind,) if kind else (), concurrency=(first["concurrency"],), requests=first["requests"], waves=waves,
-            calibration="none", exposed_us=f"{max(exposed, 0):.0f}",
-        )  # fmt: skip
-        found = lab.run(options, lambda line: print(line, file=sys.stderr, flush=True))
-        write(folder / f"simulated-{name}.json", {"cell": name, "exposed_us": exposed, "rows": found["rows"]})
+    profile = Path("runs") / "cost.json"
+    CostProfile.from_dict(prices).save(profile)
+    options = SimulateOptions(profile=profile, policies=tuple(policies), **common)
+    rows: list[dict[str, Any]] = lab.run(options, lambda line: print(line, file=sys.stderr, flush=True))["rows"]
+    return rows
 
 
 def reports(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -31,7 +31,7 @@ from slipstream.decide.cost import (
 )
 from slipstream.decide.pace import draft_lengths
 from slipstream.engine import Engine
-from slipstream.errors import CapacityError, ConfigError
+from slipstream.errors import CapacityError
 from slipstream.lab.machine import device_label, versions
 from slipstream.rehearse import time_step
 
@@ -153,10 +153,11 @@ def measure(engine: Engine, key: ProfileKey, budget_s: float = START_BUDGET_S) -
 
 
 def survey(engine: Engine, key: ProfileKey, budget_s: float) -> Survey:
-    """Time the points, fit to most of them, and see how far off the fit is on the others."""
+    """Time the points, fit to most of them, and see how far off the fit is on the others.
+
+    Of an engine without drafts the prices of plain decoding, and a draft costs nothing.
+    """
     limits = engine.scheduler.limits
-    if limits.max_drafts < 1:
-        raise ConfigError("a cost model prices drafts; name a drafter with --draft")
     wanted = points(engine)
     held_out = {*held_out_points(engine), *held_out_mixed_points(engine)} - set(wanted)
     found = _time(engine, with_held_out(wanted, held_out), wanted[:NUM_NEEDED], budget_s)

@@ -1,5 +1,6 @@
 """Cells of the comparison: what is run for one, and how all of them are told."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,21 @@ def test_tables_go_where_the_page_wants_them(tmp_path: Path) -> None:
     assert page.read_text() == "a\n<!-- cells -->\n| new |\n| 1 |\n<!-- end cells -->\nb\n"
     with pytest.raises(SystemExit, match="no marks for others"):
         lag.fill(page, {"others": []})
+
+
+def test_plain_decoding_is_simulated_at_its_own_prices() -> None:
+    report = json.loads((lag.RESULTS / "8b-s7-c32-t1.json").read_text(encoding="utf-8"))
+    wanted = [row for row in report["rows"] if row["mode"] in ("off", "static", "adaptive", "lag")]
+    report["rows"] = [row | {"requests": 8, "waves": 1} for row in wanted]
+    prices = json.loads(json.dumps(report["cost_model"]))
+    for price in (prices["linear"], prices["table"], prices["mixed"]):
+        if price["kind"] == "table":
+            price["ms"] = [ms / 2 for ms in price["ms"]]
+        price |= {name: price[name] / 2 for name in ("c0", "c1", "c2", "c3") if name in price}
+    shared, apart = (
+        {row["policy"]: row for row in lag.simulated(report | more)["rows"]}
+        for more in ({}, {"plain_cost_model": prices})
+    )
+    assert apart["off"]["tok_per_s"] == pytest.approx(2 * shared["off"]["tok_per_s"], rel=0.02)
+    assert apart["lag"]["tok_per_s"] == shared["lag"]["tok_per_s"]
+    assert apart["off"]["regret"] == pytest.approx(1 - apart["off"]["tok_per_s"] / apart["oracle"]["tok_per_s"])

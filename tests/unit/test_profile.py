@@ -10,7 +10,7 @@ import torch
 
 from slipstream.decide.cost import CostProfile, ProfileKey
 from slipstream.device.shapes import row_buckets
-from slipstream.errors import CapacityError, ConfigError
+from slipstream.errors import CapacityError
 from slipstream.lab import profile
 from slipstream.lab.profile import (
     Point,
@@ -317,9 +317,11 @@ def test_a_spent_budget_ends_the_survey(machine: list[tuple[int, int, int]], mon
     assert 0 < len(found.timed) < 20
 
 
-def test_without_drafts_there_is_nothing_to_price() -> None:
-    with pytest.raises(ConfigError, match="--draft"):
-        survey(engine(max_drafts=0), KEY, budget_s=1.0)
+def test_plain_decoding_has_prices_too(machine: list[tuple[int, int, int]]) -> None:
+    found = survey(engine(max_drafts=0), KEY, budget_s=60).profile
+    assert (found.linear.c0, found.linear.c1) == pytest.approx((20, 0.5), rel=1e-6)
+    assert found.mixed is not None and found.draft.at(0) == 0
+    assert all(width == 0 for _, width, _ in machine)
 
 
 def test_key_names_machine_and_models() -> None:
