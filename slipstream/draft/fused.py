@@ -14,7 +14,7 @@ from slipstream.draft.block import BlockDraft
 from slipstream.kernels.attention import Tiles, Workspace, choose_splits
 from slipstream.kernels.batch import draft_inputs
 from slipstream.kernels.draft import confidence, draft_chain, draft_workspace
-from slipstream.kernels.linear import fused_linear
+from slipstream.kernels.linear import FUSED
 from slipstream.kernels.own_attention import block_attention
 from slipstream.kernels.rope import store_context
 from slipstream.models.drafters import BlockDrafter
@@ -27,7 +27,7 @@ class FusedBlockDraft(BlockDraft):
         buffers: StepBuffers,
     ) -> None:  # fmt: skip
         super().__init__(network, pool, num_token_ids)
-        self._forward = FusedDrafter(network, fused_linear)
+        self._forward = FusedDrafter(network, FUSED)
         self._state, self._workspace, self._buffers = state, workspace, buffers
         markov = network.markov_head
         self._chains = markov is None or markov.kind == "vanilla"

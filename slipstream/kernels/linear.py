@@ -3,8 +3,15 @@
 Few rows are a matter of reading the weight once, and in a small model of how many kernels there are and how long each
 takes from its first load to its last store. So a program owns some outputs and the whole depth, with many loads in
 flight, and cuts the depth over its warps (`lanes`): a tensor core adds up one chain in 33 cycles a link, which for the
-576 inputs of SmolLM2 would be as long as the memory takes. Rows are normalised on the way into the product and scaled
-by their length after it. Sums are fp32 and never depend on what ran before: no atomics, no split over programs.
+576 inputs of SmolLM2 would be as long as the memory takes. Sums are fp32 and never depend on what ran before: no
+atomics, no split over programs.
+
+The norm before a product is no launch either. Dividing by a row's length can wait until after the product; the weight
+cannot, and who writes the row applies it: a product into the residual stream stores its rows a second time, times the
+weight of the norm that reads them next, and the sum of squares of what it stored (`HalfNormed`). So loops are those of
+products without a norm. Multiplying the weight into the matrix that follows would save the second store, of rows that are
+nothing beside a matrix, but changes weights that others read; and a drafter has a matrix behind two norms. Where nobody
+did half of it (behind an embedding, or a library) rows are multiplied on their way into the product, or before it.
 
 How a product is cut up depends on the number of rows, and its rounding with it; `deterministic_linear` has one way for
 each weight. Called by the networks of the GPU backend; reference and signature: `ops.fused.fused_linear`.
@@ -21,6 +28,7 @@ from torch import Tensor
 
 from slipstream.kernels.gated import silu_mul
 from slipstream.kernels.norm import rms_norm
+from slipstream.ops.fused import Following, HalfNormed, Products
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +41,7 @@ class Tile:
     lanes: int  # parts of the depth, summed apart by a warp each: as many as warps, or 1 and warps share outputs
     warps: int
     stages: int  # turns of the loop whose loads are in flight
-    norm_apart: bool = False  # the norm is a launch of its own
+    norm_apart: bool = False  # the norm is a launch of its own, where rows do not come half normed
     rows_first: bool = False  # programs that share part of the weight follow each other, not those that share rows of x
 
 
@@ -105,12 +113,17 @@ def _load(pointers, mask, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(
-    x, weight, bias, norm, residual, out, num_rows, x_stride, out_stride, eps,
-    NUM_OUT: tl.constexpr, NUM_IN: tl.constexpr, GATED: tl.constexpr,
+    x, weight, bias, norm, squares, residual, out, next_norm, next_rows, next_squares,
+    num_rows, x_stride, out_stride, eps,
+    NUM_OUT: tl.constexpr, NUM_IN: tl.constexpr, GATED: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr,
     ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j), or (j, i): BLOCK_N rows of the weight (gate and up in turns if gated) for BLOCK_M rows of x."""
+    """Program (i, j), or (j, i): BLOCK_N rows of the weight (gate and up in turns if gated) for BLOCK_M rows of x.
+
+    squares [R, NUM_PARTS]: x is half normed. next_rows [R, NUM_OUT], next_squares [R, column tiles]: where `out` goes half
+    normed, by next_norm.
+    """
     # Rows beyond the last are computed from the others and not stored: cheaper than masks in the loop. From one each, for
     # all of them from a single row would have all programs ask for the same few lines of memory at once.
     column_tile, row_tile = tl.program_id(1 if ROWS_FIRST else 0), tl.program_id(0 if ROWS_FIRST else 1)
@@ -134,19 +147,25 @@ def _product(
         former = tl.load(residual + offsets, mask=keep, other=0.0)
     if bias is not None:
         biases = tl.load(bias + weight_ids)
+    if squares is not None:
+        part = tl.arange(0, BLOCK_P)
+        place = squares + (rows % num_rows)[:, None] * NUM_PARTS + part[None, :]
+        parts = tl.load(place, mask=(part < NUM_PARTS)[None, :], other=0.0)
+    if next_norm is not None:
+        next_norms = tl.load(next_norm + weight_ids)
 
     k = tl.arange(0, BLOCK_K)
     if LANES == 1:  # two dimensions: a third would leave all but one warp without work, or without their own
         x_inputs, weight_inputs = k[None, :], k[:, None]  # [1, k], [k, 1]
         x_tile, weight_tile = x_rows[:, None] + x_inputs, weight_rows[None, :] + weight_inputs  # [m, k], [k, n]
         sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+        own_squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     else:
         lane = tl.arange(0, LANES)[:, None, None] * BLOCK_K
         x_inputs, weight_inputs = lane + k[None, None, :], lane + k[None, :, None]  # [lanes, 1, k], [lanes, k, 1]
         x_tile, weight_tile = x_rows[None, :, None] + x_inputs, weight_rows[None, None, :] + weight_inputs
         sums = tl.zeros((LANES, BLOCK_M, BLOCK_N), tl.float32)
-        squares = tl.zeros((LANES, BLOCK_M, BLOCK_K), tl.float32)
+        own_squares = tl.zeros((LANES, BLOCK_M, BLOCK_K), tl.float32)
     if norm is not None:
         # As large as the tile of x, though its rows are equal: a smaller one could not be loaded ahead.
         norm_tile = tl.broadcast_to(norm + x_inputs, x_tile.shape)
@@ -157,15 +176,17 @@ def _product(
         if norm is not None:
             norms = _load(norm_tile + start, start + x_inputs < NUM_IN, MASKED)
             wide = xs.to(tl.float32)
-            squares += wide * wide
+            own_squares += wide * wide
             xs = (wide * norms.to(tl.float32)).to(weights.dtype)
         sums = tl.dot(xs, weights, sums, input_precision="ieee")
 
     if LANES == 1:
-        y, lengths = sums, tl.sum(squares, 1)
+        y, lengths = sums, tl.sum(own_squares, 1)
     else:
-        y, lengths = tl.sum(sums, 0), tl.sum(tl.sum(squares, 2), 0)  # [m, n], [m]
-    if norm is not None:
+        y, lengths = tl.sum(sums, 0), tl.sum(tl.sum(own_squares, 2), 0)  # [m, n], [m]
+    if squares is not None:
+        lengths = tl.sum(parts, 1)
+    if norm is not None or squares is not None:
         y *= tl.rsqrt(lengths / NUM_IN + eps)[:, None]
     if bias is not None:
         y += biases.to(tl.float32)[None, :]
@@ -174,7 +195,14 @@ def _product(
         y = gate * tl.sigmoid(gate) * up
     if residual is not None:
         y += former.to(tl.float32)
-    tl.store(out + offsets, y.to(out.dtype.element_ty), mask=keep)
+    y = y.to(out.dtype.element_ty)
+    tl.store(out + offsets, y, mask=keep)
+    if next_norm is not None:
+        stored = tl.where(keep, y.to(tl.float32), 0.0)
+        scaled = (stored * next_norms.to(tl.float32)[None, :]).to(next_rows.dtype.element_ty)
+        tl.store(next_rows + rows.to(tl.int64)[:, None] * NUM_OUT + outputs[None, :], scaled, mask=keep)
+        column_tiles = tl.num_programs(1 if ROWS_FIRST else 0)
+        tl.store(next_squares + rows * column_tiles + column_tile, tl.sum(stored * stored, 1), mask=rows < num_rows)
 
 
 def fused_linear(
@@ -187,16 +215,41 @@ def fused_linear(
     residual: Tensor | None = None,
     gated: bool = False,
     out: Tensor | None = None,
+    half: HalfNormed | None = None,
 ) -> Tensor:
     """`ops.fused.fused_linear`, which see, on a GPU: x [R, I], weight [O, I] -> [R, O], or [R, O / 2] if gated.
 
     x, residual and out may have any stride between rows, weight is contiguous. Depends on shapes alone, so it can be
     captured; eager calls cost the host one launch, or up to three where the library multiplies.
     """
-    tile = choose_tile(x.shape[0], weight, norm is not None)
+    tile = choose_tile(x.shape[0], weight, norm is not None and half is None)
     if tile is None:
         return _library(x, weight, bias, norm, eps, residual, gated, out)
-    return tiled_linear(x, weight, bias, tile, norm=norm, eps=eps, residual=residual, gated=gated, out=out)
+    return tiled_linear(x, weight, bias, tile, norm=norm, eps=eps, residual=residual, gated=gated, out=out, half=half)
+
+
+def add_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, following: Following | None = None
+) -> HalfNormed | None:
+    """`ops.fused.add_linear`, which see. Rows come back half normed where kernels make this product and the following."""
+    tile = choose_tile(x.shape[0], weight, False)
+    if tile is None:
+        _library(x, weight, bias, None, 0.0, residual, False, None)
+        return None
+    if following is None or not reads_half_normed(x.shape[0], following[1]):
+        tiled_linear(x, weight, bias, tile, residual=residual)
+        return None
+    half = HalfNormed(
+        torch.empty(residual.shape, dtype=residual.dtype, device=residual.device),
+        torch.empty(len(x), triton.cdiv(len(weight), tile.columns), dtype=torch.float32, device=residual.device),
+    )
+    tiled_linear(x, weight, bias, tile, residual=residual, into=(following[0], half))
+    return half
+
+
+def reads_half_normed(num_rows: int, weight: Tensor) -> bool:
+    """Whether the product with this weight takes rows half normed: the library knows only normed ones."""
+    return choose_tile(num_rows, weight, False) is not None
 
 
 def choose_tile(num_rows: int, weight: Tensor, has_norm: bool) -> Tile | None:
@@ -226,6 +279,13 @@ def deterministic_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, 
     """`fused_linear` with what it takes, but a row's result is the same bits whatever rows stand beside it, and however
     many."""
     return tiled_linear(x, weight, bias, deterministic_tile(weight, fused.get("norm") is not None), **fused)
+
+
+def deterministic_add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, following: Following | None = None
+) -> None:
+    """`add_linear` by `deterministic_linear`; norms stay launches of their own."""
+    deterministic_linear(x, weight, bias, residual=residual)
 
 
 def deterministic_tile(weight: Tensor, has_norm: bool) -> Tile:
@@ -264,22 +324,39 @@ def tiled_linear(
     residual: Tensor | None = None,
     gated: bool = False,
     out: Tensor | None = None,
+    half: HalfNormed | None = None,
+    into: tuple[Tensor, HalfNormed] | None = None,
 ) -> Tensor:
-    """`fused_linear` by the kernel, whatever the number of rows, cut up as `tile` says."""
+    """`fused_linear` by the kernel, whatever the number of rows, cut up as `tile` says.
+
+    into: the weight of the norm that comes next, and contiguous places for the result half normed by it, with a sum of
+    squares for each `tile.columns` of its columns. Not if gated.
+    """
     assert residual is None or out is None, "a result goes into residual or out, not both"
+    assert not (gated and into), "what is gated is never normed"
     (num_rows, num_in), num_weight_rows = x.shape, weight.shape[0]
     assert weight.is_contiguous() and weight.shape[1] == num_in and x.stride(1) == 1, (x.shape, weight.shape)
     num_out = num_weight_rows // 2 if gated else num_weight_rows
     out = residual if residual is not None else out
     out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device) if out is None else out
     assert out.shape == (num_rows, num_out) and out.stride(1) == 1, (out.shape, out.stride())
-    if norm is not None and tile.norm_apart:
+    squares: Tensor | None = None
+    if half is not None:
+        x, norm, squares = half.rows, None, half.squares
+        assert squares.is_contiguous() and len(squares) == num_rows, squares.shape
+    elif norm is not None and tile.norm_apart:
         x, norm = rms_norm(x, norm, eps), None
+    num_parts = 1 if squares is None else squares.shape[1]
+    next_norm, next_half = into or (None, None)
     if num_rows:
         column_tiles, row_tiles = triton.cdiv(num_weight_rows, tile.columns), triton.cdiv(num_rows, tile.rows)
+        assert next_half is None or next_half.squares.shape == (num_rows, column_tiles), column_tiles
         _product[(row_tiles, column_tiles) if tile.rows_first else (column_tiles, row_tiles)](
-            x, weight, bias, norm, residual, out, num_rows, x.stride(0), out.stride(0), eps,
+            x, weight, bias, norm, squares, residual, out,
+            next_norm, next_half and next_half.rows, next_half and next_half.squares,
+            num_rows, x.stride(0), out.stride(0), eps,
             NUM_OUT=num_out, NUM_IN=num_in, GATED=gated,
+            NUM_PARTS=num_parts, BLOCK_P=triton.next_power_of_2(num_parts),
             BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, LANES=tile.lanes, ROWS_FIRST=tile.rows_first,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -308,3 +385,7 @@ def _library(
     if not gated:
         return y
     return silu_mul(y, out) if residual is None else residual.add_(silu_mul(y))
+
+
+FUSED = Products(fused_linear, add_linear)
+DETERMINISTIC = Products(deterministic_linear, deterministic_add)

@@ -12,7 +12,7 @@ from slipstream.device.shapes import VerifyShape
 from slipstream.device.state import SlotState
 from slipstream.device.triton import DETERMINISTIC_BLOCK_Q, TiledBatch
 from slipstream.kernels.attention import Launch, Workspace, deterministic_launch, paged_attention
-from slipstream.kernels.linear import deterministic_linear, fused_linear
+from slipstream.kernels.linear import DETERMINISTIC, FUSED
 from slipstream.kernels.own_attention import decode_attention
 from slipstream.kernels.rope import DETERMINISTIC_HEADS, rope_and_store
 from slipstream.models.decoder import Decoder
@@ -35,7 +35,7 @@ class FusedTarget:
         spec, device, dtype = decoder.spec, pool.keys.device, pool.keys.dtype
         self.pool = pool
         self._deterministic = deterministic
-        self._forward = FusedDecoder(decoder, deterministic_linear if deterministic else fused_linear)
+        self._forward = FusedDecoder(decoder, DETERMINISTIC if deterministic else FUSED)
         self._launch: Launch | None = None  # None: by the step
         self._heads_per_program: int | None = None
         if deterministic:

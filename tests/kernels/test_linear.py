@@ -9,9 +9,14 @@ from torch import Tensor
 
 from slipstream.kernels import linear as kernels
 from slipstream.kernels.gated import silu_mul
-from slipstream.kernels.linear import Tile, choose_tile, fused_linear, guess_tile, tiled_linear
+from slipstream.kernels.linear import FUSED, Tile, add_linear, choose_tile, fused_linear, guess_tile, tiled_linear
 from slipstream.kernels.norm import rms_norm
+from slipstream.models.fused import FusedDecoder
+from slipstream.models.layers import DenseAttend
 from slipstream.ops import fused
+from slipstream.ops.fused import HalfNormed
+from slipstream.ops.rope import apply_rope
+from slipstream.testing import tiny_models, tiny_spec
 
 EPS = 1e-5
 # Rows, outputs, inputs: odd everything, whole tiles, a tiny model, more rows than a tile, more inputs than a turn.
@@ -141,8 +146,146 @@ def test_no_rows(dtype: torch.dtype, device: str) -> None:
     weight = draw(24, 40, dtype=dtype, device=device)
     x = draw(0, 40, dtype=dtype, device=device)
     assert fused_linear(x, weight, gated=True).shape == (0, 12)
+    half = add_linear(x, weight, None, weight.new_empty(0, 24), (weight[:, 0], weight.t().contiguous()))
+    assert half is not None
+    assert fused_linear(half.rows, weight.t().contiguous(), norm=weight[:, 0], half=half).shape == (0, 40)
     assert rms_norm(x, weight[0], EPS).shape == (0, 40)
     assert silu_mul(x).shape == (0, 20)
+
+
+# ---------------------------------------------------------------------------------------------- norms of which half is made
+
+LANES = Tile(rows=16, columns=16, depth=16, lanes=4, warps=4, stages=2)
+APART = Tile(rows=32, columns=8, depth=16, lanes=1, warps=4, stages=2, norm_apart=True)
+# Rows, inputs of the product into the stream, the stream, outputs of the product that reads it: tiny models, heads of 8
+# and 80, one row, several tiles of rows, columns that fill no tile.
+CHAINS = [(1, 32, 32, 48), (5, 40, 32, 24), (17, 80, 32, 240), (33, 24, 40, 33), (6, 96, 136, 18)]
+
+
+def by_tiles(monkeypatch: pytest.MonkeyPatch, tile: Tile) -> None:
+    monkeypatch.setattr(kernels, "choose_tile", lambda *_: tile)
+
+
+@pytest.mark.parametrize("tile", [LANES, APART], ids=["lanes", "apart"])
+@pytest.mark.parametrize("chain", CHAINS, ids=str)
+def test_half_a_norm_is_made_where_rows_are_written(
+    chain: tuple[int, int, int, int], tile: Tile, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The product behind it reads no row of the stream, and nobody launches a norm."""
+    by_tiles(monkeypatch, tile)
+    monkeypatch.setattr(kernels, "rms_norm", None)
+    num_rows, num_in, hidden, num_out = chain
+    given = {"dtype": dtype, "device": device}
+    x, weight, bias = (
+        draw(num_rows, num_in, **given),
+        draw(hidden, num_in, seed=1, **given),
+        draw(hidden, seed=2, **given),
+    )
+    norm, then = draw(hidden, seed=3, **given), draw(2 * num_out, hidden, seed=4, **given)
+    stream = draw(num_rows, hidden, seed=5, **given)
+    expected = exact(x, weight, bias, residual=stream)
+    half = add_linear(x, weight, bias, stream, (norm, then))
+    assert half is not None and half.rows.dtype == dtype
+    assert_near(stream, expected)
+    assert_near(half.rows, stream.double() * norm.double())  # of rows as stored
+    assert_near(half.squares.sum(1), stream.double().square().sum(1))
+    unread = torch.full_like(stream, torch.nan)
+    for gated in (False, True):
+        actual = fused_linear(unread, then, norm=norm, eps=EPS, gated=gated, half=half)
+        assert_near(actual, exact(stream, then, norm=norm, eps=EPS, gated=gated))
+
+
+def test_the_reference_has_the_same_two_ways(device: str) -> None:
+    given: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    x, weight, norm = draw(5, 24, **given), draw(40, 24, seed=1, **given), draw(40, seed=2, **given)
+    then, stream = draw(9, 40, seed=3, **given), draw(5, 40, seed=4, **given)
+    half = fused.add_linear(x, weight, None, stream, (norm, then))
+    actual, expected = (fused.fused_linear(stream, then, norm=norm, eps=EPS, half=h) for h in (half, None))
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+    assert fused.add_linear(x, weight, None, stream) is None
+
+
+def test_rows_stay_whole_where_a_library_makes_either_product(
+    dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight, then = (draw(*shape, dtype=dtype, device=device) for shape in ((3, 24), (40, 24), (9, 40)))
+    for library in (weight, then):
+        monkeypatch.setattr(kernels, "choose_tile", lambda _, w, __, library=library: None if w is library else LANES)
+        stream = draw(3, 40, dtype=dtype, device=device, seed=1)
+        expected = exact(x, weight, residual=stream)
+        assert add_linear(x, weight, None, stream, (then[0], then)) is None
+        assert_near(stream, expected)
+
+
+def test_a_half_normed_row_that_is_not_finite_stays_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_tiles(monkeypatch, APART)
+    given: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    x, weight, then = draw(4, 24, **given), draw(43, 24, seed=1, **given), draw(20, 43, seed=2, **given)
+
+    def chain() -> Tensor:
+        stream = torch.zeros(4, 43, device=device)
+        return fused_linear(
+            stream, then, norm=then[0], eps=EPS, half=add_linear(x, weight, None, stream, (then[0], then))
+        )
+
+    expected = chain()
+    x[2] = torch.nan
+    actual, others = chain(), [0, 1, 3]
+    assert torch.equal(actual[others], expected[others]) and actual[2].isnan().all()
+
+
+def test_halves_fill_their_places_and_no_more(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stream, rows and squares lie in one buffer of NaN, and the stream's rows in wider ones."""
+    buffer = torch.full((4096,), torch.nan, device=device)
+    given: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    x, weight, norm = draw(18, 24, **given), draw(21, 24, seed=1, **given), draw(21, seed=2, **given)
+    stream = buffer[:900].view(18, 50)[:, 7:28]
+    half = HalfNormed(buffer[1000 : 1000 + 18 * 21].view(18, 21), buffer[2000 : 2000 + 18 * 3].view(18, 3))
+    stream.fill_(0)
+    num_before = int(buffer.isnan().sum())
+    tiled_linear(x, weight, None, APART, residual=stream, into=(norm, half))
+    assert_near(half.rows, exact(x, weight) * norm.double())
+    assert_near(half.squares.sum(1), exact(x, weight).square().sum(1))
+    assert int(buffer.isnan().sum()) == num_before - 18 * 21 - 18 * 3
+
+
+@pytest.mark.parametrize("num_rows", [3, 33])
+def test_a_network_launches_the_norms_of_its_ends_alone(
+    num_rows: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_tiles(monkeypatch, APART)
+    launched: list[Tensor] = []
+
+    def counted(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        launched.append(weight)
+        return rms_norm(x, weight, eps)
+
+    monkeypatch.setattr(kernels, "rms_norm", counted)
+    decoder = tiny_models(spec=tiny_spec(vocab_size=40)).target.to(device, dtype)
+    spec, positions = decoder.spec, torch.arange(num_rows, device=device)
+    cos, sin = decoder.rotary.table(positions)
+    dense, network = DenseAttend(spec), FusedDecoder(decoder, FUSED)
+
+    def attend(layer: int, qkv: Tensor) -> Tensor:
+        heads = qkv.view(num_rows, -1, spec.head_dim)
+        qk, v = heads.split_with_sizes((spec.num_heads + spec.num_kv_heads, spec.num_kv_heads), 1)
+        norms = network.head_norms(layer)
+        parts = qk.split_with_sizes((spec.num_heads, spec.num_kv_heads), 1)
+        q, k = (
+            apply_rope(part if norm is None else fused.rms_norm(part, norm, spec.rms_norm_eps), cos, sin)
+            for part, norm in zip(parts, norms, strict=True)
+        )
+        return dense(layer, q, k, v)
+
+    token_ids = (7 * positions) % 40
+    stream = torch.empty(num_rows, spec.hidden_size, dtype=dtype, device=device)
+    taps = {0: torch.empty_like(stream)}
+    logits = network.logits(network.forward(token_ids, attend, taps, stream))
+    hidden, features = decoder(token_ids, positions, dense, taps=(0,))
+    assert [w is decoder.norm.weight for w in launched] == [False, True]
+    assert features is not None
+    assert_near(taps[0], features)
+    assert_near(logits, decoder.logits(hidden))
 
 
 def test_tiles_are_chosen_by_rows() -> None:
