@@ -24,7 +24,7 @@ import torch
 VARIANTS = {
     "batch": {"_admit": 1, "_write_pages": 1, "_layout": 1, "_fill": 1, "_draft_inputs": 1, "_rank": 2},
     "networks": {"_attention_kernel": 2, "_own_rows_kernel": 11, "_rope_kernel": 2, "_context_kernel": 1},
-    "products": {"_product": 24, "_rms_norm": 2},
+    "products": {"_product": 36, "_rms_norm": 2},
     "acceptance": {
         "_row_best": 2, "_verdict": 2, "_apply": 1, "_draw": 2, "_finish": 1, "_confidence": 1,
         "_row_stats": 1, "_judge": 1, "_sum_tiles": 1, "_draw_following": 1,
@@ -160,21 +160,25 @@ def networks() -> None:
 
 
 def products() -> None:
-    """Every tile of the tuned table, in the first product that has it."""
-    from slipstream.kernels.linear import TUNED, Tile, fused_linear
+    """Every tile of the tuned table, in the first product that has it; into the stream also half normed for the next."""
+    from slipstream.kernels.linear import TUNED, Tile, add_linear, fused_linear
 
     seen: set[Tile] = set()
+    behind = {576: (3072, 576), 4096: (24576, 4096)}  # gate and up
     for (num_out, num_in), tiles in TUNED.items():
-        is_gated = num_out > num_in and num_out != 960
+        is_gated = num_out > num_in and num_out not in (960, 6144)
         for num_rows, tile in tiles:
             if tile is None or tile in seen:
                 continue
             seen.add(tile)
-            into_stream = num_out <= num_in
-            fused_linear(
-                bf16(num_rows, num_in), bf16(num_out, num_in), norm=None if into_stream else bf16(num_in), eps=1e-6,
-                residual=bf16(num_rows, num_out) if into_stream else None, gated=is_gated,
-            )  # fmt: skip
+            x, weight = bf16(num_rows, num_in), bf16(num_out, num_in)
+            if num_out > num_in:
+                fused_linear(x, weight, norm=bf16(num_in), eps=1e-6, gated=is_gated)
+                continue
+            stream, norm, then = bf16(num_rows, num_out), bf16(num_out), bf16(*behind[num_out])
+            add_linear(x, weight, None, stream)
+            if (half := add_linear(x, weight, None, stream, (norm, then))) is not None:
+                fused_linear(stream, then, norm=norm, eps=1e-6, gated=True, half=half)
 
 
 def acceptance() -> None:
