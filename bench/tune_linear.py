@@ -4,9 +4,10 @@
 
 Products of SmolLM2-135M, of its drafter and of the Qwen3-8B shape, at 1 to 128 rows. A graph goes through as many
 copies of the weight as the level-2 cache cannot hold, so every launch finds its weight in memory, as in a step. A tile
-counts only if its result is right. Then whole steps (the linear layers of all layers and the head in one graph): with
-the tiles found, and with the library. The first table is the measurement, the second what goes into `TUNED`. JSON to
-$OUT (or runs/). Without a device, `--smoke` walks through everything on toys.
+counts only if its result is right. A product behind a norm is timed with all of it; in a step half is made by whoever
+wrote the rows, so bench/tune_step.py has the last word. Then whole steps (the linear layers of all layers and the head
+in one graph): with the tiles found, and with the library. The first table is the measurement, the second what goes into
+`TUNED`. JSON to $OUT (or runs/). Without a device, `--smoke` walks through everything on toys.
 """
 
 import argparse
@@ -31,7 +32,8 @@ if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 
 from slipstream.kernels import linear as kernels  # noqa: E402  (the interpreter is chosen before triton is imported)
-from slipstream.kernels.linear import Tile, fused_linear, tiled_linear  # noqa: E402
+from slipstream.kernels.linear import Tile, add_linear, fused_linear, tiled_linear  # noqa: E402
+from slipstream.ops.fused import Following, HalfNormed  # noqa: E402
 from slipstream.ops.fused import fused_linear as reference  # noqa: E402
 
 KERNEL = kernels._product
@@ -303,15 +305,16 @@ def step_ms(model: str, num_rows: int, tuned: dict[Any, Any]) -> float:
     drawn = {p.name: operands(p, 1)[1] for p in products}
     layers = [{p.name: drawn[p.name].clone() for p in products[:4]} for _ in range(num_layers)]
 
-    def run(weights: dict[str, Tensor]) -> None:
-        fused_linear(stream, weights["qkv"], norm=norm, eps=1e-5)
-        fused_linear(inputs[products[1].num_in], weights["o"], residual=stream)
-        inner = fused_linear(stream, weights["gate_up"], norm=norm, eps=1e-5, gated=True)
-        fused_linear(inner, weights["down"], residual=stream)
+    def run(weights: dict[str, Tensor], half: HalfNormed | None, following: Following | None) -> HalfNormed | None:
+        fused_linear(stream, weights["qkv"], norm=norm, eps=1e-5, half=half)
+        half = add_linear(inputs[products[1].num_in], weights["o"], None, stream, (norm, weights["gate_up"]))
+        inner = fused_linear(stream, weights["gate_up"], norm=norm, eps=1e-5, gated=True, half=half)
+        return add_linear(inner, weights["down"], None, stream, following)
 
     def run_layers() -> None:
-        for weights in layers:
-            run(weights)
+        half = None
+        for weights, then in zip(layers, [*layers[1:], None], strict=True):
+            half = run(weights, half, None if then is None else (norm, then["qkv"]))
 
     kernels.TUNED = tuned
     layers_us = graph_us([run_layers])

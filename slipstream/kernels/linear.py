@@ -8,10 +8,11 @@ atomics, no split over programs.
 
 The norm before a product is no launch either. Dividing by a row's length can wait until after the product; the weight
 cannot, and who writes the row applies it: a product into the residual stream stores its rows a second time, times the
-weight of the norm that reads them next, and the sum of squares of what it stored (`HalfNormed`). So loops are those of
-products without a norm. Multiplying the weight into the matrix that follows would save the second store, of rows that are
-nothing beside a matrix, but changes weights that others read; and a drafter has a matrix behind two norms. Where nobody
-did half of it (behind an embedding, or a library) rows are multiplied on their way into the product, or before it.
+weight of the norm that reads them next, with sums of squares of what it stored (`HalfNormed`). So loops are those of
+products without a norm. Folding the norm's weight into the matrix behind it instead would save that store, of rows that
+are nothing beside a matrix, but round every weight once more and change what others read: copies, files, and a drafter
+whose keys lie behind two norms. Where nobody did half of it (behind an embedding, or a library), rows are multiplied in
+the loop, or before the product.
 
 How a product is cut up depends on the number of rows, and its rounding with it; `deterministic_linear` has one way for
 each weight. Called by the networks of the GPU backend; reference and signature: `ops.fused.fused_linear`.
