@@ -39,6 +39,7 @@ from slipstream.sizes import WHOLE, Peak, Share, Sizes, engine_sizes, pool_reque
 
 log = logging.getLogger("slipstream")
 
+NO_ROOM_FOR_POSITIONS = "rotary tables of {} positions do not fit in memory: lower max_model_len"
 NO_ROOM_FOR_BUFFERS = "an engine's buffers and graphs do not fit beside its KV pool: lower kv_memory or max_num_seqs"
 
 
@@ -61,7 +62,9 @@ def build_engine(
         signal=draft_signal(speculative, has_head=source.has_head, drafts_sampled=source.samples),
     )  # fmt: skip
     lengths = draft_lengths(num_drafts) if recipe.prunes else (num_drafts,)
-    sizes = _with_pages(engine_sizes(config, models, num_drafts), recipe, lengths, share, notes)
+    sizes = engine_sizes(config, models, num_drafts)
+    _reach_positions(models, source.network, sizes)
+    sizes = _with_pages(sizes, recipe, lengths, share, notes)
     if config.deterministic:
         rejects = speculative.acceptance == "rejection"
         notes.append(
@@ -114,6 +117,14 @@ class _Recipe:
         if self.source.made is None or self.source.algorithm == NGRAM:
             return self
         return replace(self, source=DraftSource(made=NGramDraft(self.models.device)), signal="none")
+
+
+def _reach_positions(models: Models, network: BlockDrafter | None, sizes: Sizes) -> None:
+    """Rotary tables go as far as a context, and the block that is drafted behind it."""
+    with must_fit(lambda: f"{NO_ROOM_FOR_POSITIONS.format(sizes.max_model_len)}; {memory_of(models.device)}"):
+        for each in (models.target, network):
+            if each is not None:
+                each.rotary.reach(sizes.max_model_len + sizes.num_drafts + 1)
 
 
 def _with_pages(sizes: Sizes, recipe: _Recipe, lengths: Sequence[int], share: Share, notes: list[Note]) -> Sizes:
