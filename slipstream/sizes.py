@@ -161,9 +161,9 @@ def size_pool(
         reason += f", split by {asked.share.among} engines" if asked.share.among > 1 else ""
     else:
         use, found = measure()
-        budget = gpu_budget(asked, use, found)
-        reason = f"what a step at its worst ({in_words(found.step)}) and graphs ({in_words(found.graphs)}) leave below the mark"
-        how = f"{in_words(use.taken)} of {in_words(use.total)} are taken, {in_words(asked.weights)} of it by weights"
+        budget, reason = gpu_budget(asked, use, found), "what that leaves below the mark"
+        how = f"{in_words(use.taken)} of {in_words(use.total)} are taken, {in_words(asked.weights)} of it by weights; "
+        how += f"a step at its worst takes {in_words(found.step)}, graphs {in_words(found.graphs)}"
         notes.append(("gpu_memory_utilization", asked.utilization, how))
     num_pages = asked.pages(budget)
     if num_pages < FEWEST_PAGES:

@@ -90,9 +90,10 @@ def sized(
 def test_never_more_pages_than_the_slots_can_use() -> None:
     pages, notes = sized(EngineConfig())
     assert pages == 100 * GIB // ASKED.page_bytes
-    assert notes["kv_memory"] == (pages * ASKED.page_bytes, f"{(pages - 2) * 16} tokens of KV; what a step at its worst (5.00 GiB) "
-        "and graphs (1.00 GiB) leave below the mark")  # fmt: skip
-    assert notes["gpu_memory_utilization"] == (0.9, "20.00 GiB of 140.00 GiB are taken, 16.00 GiB of it by weights")
+    reason = f"{(pages - 2) * 16} tokens of KV; what that leaves below the mark"
+    assert notes["kv_memory"] == (pages * ASKED.page_bytes, reason)
+    how = "20.00 GiB of 140.00 GiB are taken, 16.00 GiB of it by weights; a step at its worst takes 5.00 GiB, graphs 1.00 GiB"
+    assert notes["gpu_memory_utilization"] == (0.9, how)
     few = replace(ASKED, sizes=replace(SIZES, max_num_seqs=2))
     pages, notes = sized(EngineConfig(), asked=few)
     assert pages == 2 * 256 + 2
