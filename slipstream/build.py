@@ -24,7 +24,7 @@ from slipstream.decide.cost import CostModel, CostProfile
 from slipstream.decide.pace import draft_lengths
 from slipstream.decide.policy import FullWidth, Policy, draft_signal, make_policy
 from slipstream.decide.survival import find_calibration
-from slipstream.device.memory import DeviceUse, memory_of, must_fit
+from slipstream.device.memory import memory_of, must_fit
 from slipstream.draft.base import Drafter
 from slipstream.draft.ngram import NGramDraft
 from slipstream.engine import Engine
@@ -132,12 +132,11 @@ def _with_pages(sizes: Sizes, recipe: _Recipe, lengths: Sequence[int], share: Sh
     models, config = recipe.models, recipe.config
     asked = pool_request(config, models, recipe.source.network, sizes, share)
 
-    def measure() -> tuple[DeviceUse, Peak]:
-        use = free_use(models.device)
-        return use, measure_peak(partial(recipe.rehearsed.engine, sizes), models.device, lengths, asked.least)
+    def peak() -> Peak:
+        return measure_peak(partial(recipe.rehearsed.engine, sizes), models.device, lengths, asked.least)
 
-    num_pages = size_pool(config, asked, measure, notes, on_gpu=models.device.type == "cuda")
-    return replace(sizes, num_pages=num_pages)
+    use = partial(free_use, models.device) if models.device.type == "cuda" else None
+    return replace(sizes, num_pages=size_pool(config, asked, use, peak, notes))
 
 
 def _backend(config: EngineConfig, models: Models, notes: list[Note]) -> str:

@@ -106,6 +106,7 @@ class PoolRequest:
     sizes: Sizes
     page_bytes: int  # of a page of target and drafter
     weights: int  # of target and drafter, on the device already
+    logits: int  # of all rows that a step may want them of
     utilization: float = DEFAULT_UTILIZATION
     share: Share = WHOLE
 
@@ -122,13 +123,26 @@ class PoolRequest:
         return (num_pages - NUM_RESERVED_PAGES) * self.sizes.page_size
 
 
+def left_below_mark(asked: PoolRequest, use: DeviceUse) -> int:
+    """Bytes that this engine may take, pages and all. use: before it is made, weights in place."""
+    return (int(use.total * asked.utilization) - use.taken) // asked.share.to_come
+
+
+def is_roomy(asked: PoolRequest, use: DeviceUse) -> bool:
+    """Whether slots and steps need so little of what is left that nothing has to be measured.
+
+    What a step takes is mostly logits, in a dozen forms at the worst.
+    """
+    left = left_below_mark(asked, use)
+    return asked.sizes.most_pages * asked.page_bytes <= left // 4 and 32 * asked.logits <= left
+
+
 def gpu_budget(asked: PoolRequest, use: DeviceUse, peak: Peak) -> int:
     """Bytes for pages: this engine's share of what is left below the mark, less what it takes beside them.
 
-    use: before the engine is made, weights in place. CapacityError says all numbers where too little is left.
+    CapacityError says all numbers where too little is left.
     """
-    left = int(use.total * asked.utilization) - use.taken
-    budget = left // asked.share.to_come - peak.step - peak.graphs
+    budget = left_below_mark(asked, use) - peak.step - peak.graphs
     if budget < asked.least:
         raise CapacityError(_too_little(asked, use, peak, budget))
     return budget
@@ -149,22 +163,18 @@ def _too_little(asked: PoolRequest, use: DeviceUse, peak: Peak, budget: int) -> 
 
 
 def size_pool(
-    config: EngineConfig, asked: PoolRequest, measure: Callable[[], tuple[DeviceUse, Peak]], notes: list[Note], *,
-    on_gpu: bool,
+    config: EngineConfig, asked: PoolRequest, use: Callable[[], DeviceUse] | None, peak: Callable[[], Peak],
+    notes: list[Note],
 ) -> int:  # fmt: skip
-    """Pages of an engine. measure: what is on its GPU and what the engine will take, called only where that is needed."""
+    """Pages of an engine. use: of its GPU, None on a CPU. peak: measures, and is called only where that is needed."""
     if config.kv_memory is not None:
         assert isinstance(config.kv_memory, int), "the config makes it a number"
         budget, reason = config.kv_memory, "as asked"
-    elif not on_gpu:
+    elif use is None:
         budget, reason = memory_at_hand() // 4 // asked.share.among, "a quarter of the free memory at most"
         reason += f", split by {asked.share.among} engines" if asked.share.among > 1 else ""
     else:
-        use, found = measure()
-        budget, reason = gpu_budget(asked, use, found), "what that leaves below the mark"
-        how = f"{in_words(use.taken)} of {in_words(use.total)} are taken, {in_words(asked.weights)} of it by weights; "
-        how += f"a step at its worst takes {in_words(found.step)}, graphs {in_words(found.graphs)}"
-        notes.append(("gpu_memory_utilization", asked.utilization, how))
+        budget, reason = _gpu_pool(asked, use(), peak, notes), "what that leaves below the mark"
     num_pages = asked.pages(budget)
     if num_pages < FEWEST_PAGES:
         raise CapacityError(
@@ -177,6 +187,20 @@ def size_pool(
     return num_pages
 
 
+def _gpu_pool(asked: PoolRequest, use: DeviceUse, peak: Callable[[], Peak], notes: list[Note]) -> int:
+    """Bytes for pages."""
+    how = f"{in_words(use.taken)} of {in_words(use.total)} are taken, {in_words(asked.weights)} of it by weights; "
+    if is_roomy(asked, use):
+        budget = asked.sizes.most_pages * asked.page_bytes
+        how += "no step was measured: slots can use less than a quarter of what is left"
+    else:
+        found = peak()
+        budget = gpu_budget(asked, use, found)
+        how += f"a step at its worst takes {in_words(found.step)}, graphs {in_words(found.graphs)}"
+    notes.append(("gpu_memory_utilization", asked.utilization, how))
+    return budget
+
+
 def pool_request(
     config: EngineConfig, models: Models, network: BlockDrafter | None, sizes: Sizes, share: Share
 ) -> PoolRequest:
@@ -185,8 +209,9 @@ def pool_request(
         KVPool.page_bytes(spec.num_layers, sizes.page_size, spec.num_kv_heads, spec.head_dim, models.dtype)
         for spec in specs
     )
+    logits = sizes.max_num_seqs * (sizes.num_drafts + 1) * models.target.spec.vocab_size * models.dtype.itemsize
     return PoolRequest(
-        sizes=sizes, page_bytes=page_bytes, weights=weight_bytes(models.target, models.network), share=share,
+        sizes=sizes, page_bytes=page_bytes, logits=logits, weights=weight_bytes(models.target, models.network), share=share,
         utilization=config.gpu_memory_utilization or DEFAULT_UTILIZATION,
     )  # fmt: skip
 

@@ -93,8 +93,10 @@ def test_a_drafter_of_the_callers_own_is_not_called() -> None:
         return Peak(step=1, graphs=0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "size_pool", lambda *args, on_gpu: size_pool(*args, on_gpu=True))
-        patch.setattr(build, "free_use", lambda device: DeviceUse(total=1 << 30, taken=0, reserved=0))
+        gpu = DeviceUse(total=1 << 16, taken=0, reserved=0)
+        patch.setattr(
+            build, "size_pool", lambda config, asked, use, *rest: size_pool(config, asked, lambda: gpu, *rest)
+        )
         patch.setattr(build, "measure_peak", watch)
         speculative = SpeculativeConfig.for_mode("static", draft_model="scripted", num_speculative_tokens=4)
         engine = build.build_engine(models_with(), speculative, EngineConfig(**SIZES), [], drafter)

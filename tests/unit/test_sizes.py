@@ -26,7 +26,7 @@ SIZES = Sizes(
     num_pages=FEWEST_PAGES,
     num_drafts=7,
 )
-ASKED = PoolRequest(sizes=SIZES, page_bytes=2 << 20, weights=16 * GIB)
+ASKED = PoolRequest(sizes=SIZES, page_bytes=2 << 20, weights=16 * GIB, logits=GIB // 2)
 USE = DeviceUse(total=140 * GIB, taken=20 * GIB, reserved=17 * GIB)
 PEAK = Peak(step=5 * GIB, graphs=GIB)
 OUT_OF_MEMORY = (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory: 9 GB"))
@@ -83,7 +83,7 @@ def sized(
     config: EngineConfig, use: DeviceUse = USE, asked: PoolRequest = ASKED
 ) -> tuple[int, dict[str, tuple[Any, str]]]:
     notes: list[load.Note] = []
-    pages = size_pool(config, asked, lambda: (use, PEAK), notes, on_gpu=True)
+    pages = size_pool(config, asked, lambda: use, lambda: PEAK, notes)
     return pages, {name: (value, reason) for name, value, reason in notes}
 
 
@@ -95,21 +95,43 @@ def test_never_more_pages_than_the_slots_can_use() -> None:
     how = "20.00 GiB of 140.00 GiB are taken, 16.00 GiB of it by weights; a step at its worst takes 5.00 GiB, graphs 1.00 GiB"
     assert notes["gpu_memory_utilization"] == (0.9, how)
     few = replace(ASKED, sizes=replace(SIZES, max_num_seqs=2))
-    pages, notes = sized(EngineConfig(), asked=few)
+    pages, notes = sized(EngineConfig(), asked=replace(few, logits=4 * GIB))
     assert pages == 2 * 256 + 2
     assert notes["kv_memory"][1] == f"{2 * 4096} tokens of KV; all that the slots can use"
 
 
+def test_nothing_is_measured_where_slots_need_little_of_what_is_left() -> None:
+    """But it is where logits alone are large beside that, and where slots need more than a quarter."""
+    small = replace(ASKED, sizes=replace(SIZES, max_num_seqs=2))
+    notes: list[load.Note] = []
+
+    def measured() -> Peak:
+        raise AssertionError("a step was measured")
+
+    assert size_pool(EngineConfig(), small, lambda: USE, measured, notes) == 2 * 256 + 2
+    assert "no step was measured" in notes[0][2]
+    for asked in (
+        replace(small, logits=4 * GIB),
+        replace(small, page_bytes=64 << 20),
+        replace(small, utilization=0.15),
+    ):
+        with pytest.raises(AssertionError, match="measured"):
+            size_pool(EngineConfig(), asked, lambda: USE, measured, [])
+        assert not sizes.is_roomy(asked, USE)
+    assert sizes.is_roomy(replace(small, share=Share(0, 2)), USE)
+    assert not sizes.is_roomy(replace(small, share=Share(0, 8)), USE), "its share is smaller"
+
+
 def test_bytes_that_were_asked_for_win_and_nothing_is_measured() -> None:
-    def measured() -> tuple[DeviceUse, Peak]:
+    def measured() -> Any:
         raise AssertionError("nobody asked")
 
     config = EngineConfig(kv_memory="1GiB", gpu_memory_utilization=0.5)
     notes: list[load.Note] = []
-    assert size_pool(config, ASKED, measured, notes, on_gpu=True) == 512
+    assert size_pool(config, ASKED, measured, measured, notes) == 512
     assert notes == [("kv_memory", GIB, f"{510 * 16} tokens of KV; as asked")]
     with pytest.raises(CapacityError, match="raise kv_memory"):
-        size_pool(EngineConfig(kv_memory=3 << 20), ASKED, measured, [], on_gpu=True)
+        size_pool(EngineConfig(kv_memory=3 << 20), ASKED, measured, measured, [])
 
 
 @pytest.mark.parametrize(
