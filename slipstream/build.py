@@ -24,7 +24,7 @@ from slipstream.decide.cost import CostModel, CostProfile
 from slipstream.decide.pace import draft_lengths
 from slipstream.decide.policy import FullWidth, Policy, draft_signal, make_policy
 from slipstream.decide.survival import find_calibration
-from slipstream.device.memory import memory_of, must_fit
+from slipstream.device.memory import DeviceUse, memory_of, must_fit
 from slipstream.draft.base import Drafter
 from slipstream.draft.ngram import NGramDraft
 from slipstream.engine import Engine
@@ -33,7 +33,7 @@ from slipstream.lab.profile import measure, profile_key, stored_profile
 from slipstream.load import Models, Note
 from slipstream.models.drafters import BlockDrafter
 from slipstream.models.headers import weights_digest
-from slipstream.peak import free_use, measure_peak
+from slipstream.peak import free_use, measure_peak, promise
 from slipstream.scheduler import Scheduler, SchedulerLimits
 from slipstream.sizes import WHOLE, Peak, Share, Sizes, engine_sizes, pool_request, size_pool
 
@@ -64,7 +64,7 @@ def build_engine(
     lengths = draft_lengths(num_drafts) if recipe.prunes else (num_drafts,)
     sizes = engine_sizes(config, models, num_drafts)
     _reach_positions(models, source.network, sizes)
-    sizes = _with_pages(sizes, recipe, lengths, share, notes)
+    sizes, most = _with_pages(sizes, recipe, lengths, share, notes)
     if config.deterministic:
         rejects = speculative.acceptance == "rejection"
         notes.append(
@@ -73,6 +73,8 @@ def build_engine(
     with must_fit(lambda: f"{NO_ROOM_FOR_BUFFERS}; {memory_of(models.device)}"):
         engine = recipe.engine(sizes, policy, adapt)
         _capture(engine, lengths, notes)
+    if most is not None:
+        promise(engine, most - free_use(models.device).taken)
     if policy is None and engine.drafter is not None:  # at last: a cost model may have to be measured on the engine
         engine.policy = _policy(speculative, source, engine, models, notes, config.deterministic)
     return engine
@@ -127,16 +129,30 @@ def _reach_positions(models: Models, network: BlockDrafter | None, sizes: Sizes)
                 each.rotary.reach(sizes.max_model_len + sizes.num_drafts + 1)
 
 
-def _with_pages(sizes: Sizes, recipe: _Recipe, lengths: Sequence[int], share: Share, notes: list[Note]) -> Sizes:
-    """On a GPU by what an engine of these sizes is seen to take, unless the pool's bytes were asked for."""
+def _with_pages(
+    sizes: Sizes, recipe: _Recipe, lengths: Sequence[int], share: Share, notes: list[Note]
+) -> tuple[Sizes, int | None]:
+    """On a GPU by what an engine of these sizes is seen to take, unless the pool's bytes were asked for.
+
+    Beside the sizes: what all will take of the GPU once this engine works at its worst, where that was measured.
+    """
     models, config = recipe.models, recipe.config
     asked = pool_request(config, models, recipe.source.network, sizes, share)
+    seen: list[int] = []  # what was taken before, and what the engine takes beside pages
+
+    def use() -> DeviceUse:
+        found = free_use(models.device)
+        seen.append(found.taken)
+        return found
 
     def peak() -> Peak:
-        return measure_peak(partial(recipe.rehearsed.engine, sizes), models.device, lengths, asked.least)
+        found = measure_peak(partial(recipe.rehearsed.engine, sizes), models.device, lengths, asked.least)
+        seen.append(found.step + found.graphs)
+        return found
 
-    use = partial(free_use, models.device) if models.device.type == "cuda" else None
-    return replace(sizes, num_pages=size_pool(config, asked, use, peak, notes))
+    num_pages = size_pool(config, asked, use if models.device.type == "cuda" else None, peak, notes)
+    most = sum(seen) + num_pages * asked.page_bytes if len(seen) == 2 else None
+    return replace(sizes, num_pages=num_pages), most
 
 
 def _backend(config: EngineConfig, models: Models, notes: list[Note]) -> str:

@@ -5,7 +5,9 @@ one with the pages that are left room for (`sizes.gpu_budget`). Knows nothing of
 """
 
 import gc
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -24,12 +26,29 @@ TOO_LARGE = (
 Shape = TypeVar("Shape")
 
 
+# Bytes that engines which are alive were left for their steps and do not hold while they idle: the device does not know of
+# them, and whoever is sized later must not take them.
+_promised: "weakref.WeakKeyDictionary[Engine, int]" = weakref.WeakKeyDictionary()
+
+
+def promise(engine: Engine, num_bytes: int) -> None:
+    """The engine takes so much more once it works at its worst."""
+    _promised[engine] = max(num_bytes, 0)
+
+
 def free_use(device: torch.device) -> DeviceUse:
-    """Of a GPU, once what nobody uses was given back."""
+    """Of a GPU, once what nobody uses was given back; what was promised counts as taken."""
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    return DeviceUse.of(device)
+    use = DeviceUse.of(device)
+    others = sum(size for engine, size in _promised.items() if engine.state.context.device == use_device(device))
+    return replace(use, taken=use.taken + others)
+
+
+def use_device(device: torch.device) -> torch.device:
+    """With its number."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
 def measure_peak(
@@ -39,7 +58,8 @@ def measure_peak(
 
     draft_lengths: those that will be captured. CapacityError where not even that engine has room.
     """
-    before = free_use(device)
+    free_use(device)
+    before = DeviceUse.of(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
         with must_fit(lambda: TOO_LARGE):

@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
+import torch
 
-from slipstream import build
+from slipstream import build, peak
 from slipstream.config import EngineConfig, SamplingParams, SpeculativeConfig
 from slipstream.device.memory import DeviceUse
 from slipstream.draft.ngram import NGramDraft
@@ -101,3 +102,21 @@ def test_a_drafter_of_the_callers_own_is_not_called() -> None:
         speculative = SpeculativeConfig.for_mode("static", draft_model="scripted", num_speculative_tokens=4)
         engine = build.build_engine(models_with(), speculative, EngineConfig(**SIZES), [], drafter)
     assert engine.drafter is drafter and isinstance(made[0].drafter, NGramDraft)
+
+
+def test_what_steps_will_take_is_kept_from_engines_that_are_sized_later() -> None:
+    """An idle engine does not hold it, so the device does not know of it."""
+    engine = smallest("static")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peak.torch.cuda, "synchronize", lambda device: None)
+        patch.setattr(peak.torch.cuda, "empty_cache", lambda: None)
+        patch.setattr(peak, "use_device", lambda device: torch.device("cpu"))
+        patch.setattr(DeviceUse, "of", lambda device: DeviceUse(total=1 << 20, taken=1000, reserved=500))
+        before = peak.free_use(torch.device("cuda")).taken
+        peak.promise(engine, 7000)
+        assert peak.free_use(torch.device("cuda")).taken == before + 7000
+        peak.promise(engine, -5)
+        assert peak.free_use(torch.device("cuda")).taken == before
+        peak.promise(engine, 7000)
+        del engine
+        assert peak.free_use(torch.device("cuda")).taken == before, "it is gone"
