@@ -1,23 +1,32 @@
 """What memory does for speed: prefixes that are found instead of computed, and a pool of half the pages needed.
 
     PYTHONPATH=$PWD python -m bench.memory --out runs/memory.json
+    PYTHONPATH=$PWD python -m bench.memory --parts fit --model random:qwen3-8b --draft random --mode static --concurrency 256 \
+        --requests 256 --out runs/memory-fit.json
 
 Prefix: every request begins with the same `--prefix` tokens (prompts of the file, one after another) and goes on with a
 prompt of its own. Cases `cold` and `cached` take turns wave by wave; each wave begins with an empty cache. `prefill rows`
 are prompt tokens that were computed. Pressure: the same prompts without the prefix, with KV pages for all (`roomy`) and
 for half of what `--concurrency` requests fill at their ends (`half`). `same` counts answers equal to those of the other
-case, token by token: in bf16 a near tie may fall otherwise.
+case, token by token: in bf16 a near tie may fall otherwise. Fit (on a GPU): engines under both acceptance rules that size
+their pools by themselves, each served alone, at temperature 1 with top-p and log-probabilities: what was measured at start,
+the pool that it left, and the most that was taken of the GPU, beside the mark that it must not pass. What a step takes more
+under rejection is the price of its distributions.
 """
 
 import argparse
 import json
+import time
 from collections import defaultdict
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+import torch
 
 from slipstream import LLM, Completion, SamplingParams, SpeculativeConfig
-from slipstream.config import MODES
+from slipstream.config import MODES, Acceptance
+from slipstream.device.memory import DeviceUse, release_cached
 from slipstream.lab import machine
 from slipstream.lab.measure import former_objects_left_alone, load, token_ids
 from slipstream.lab.waves import median, total
@@ -26,6 +35,7 @@ from slipstream.prompts import read_prompts, user
 
 Ids = list[int]
 PARTS = {"prefix": ("cold", "cached"), "pressure": ("roomy", "half")}
+FIT = "fit"
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -33,7 +43,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m", help="target: name, folder, .gguf file or random:SHAPE")
     parser.add_argument("--draft", default="smollm2-135m-dspark")
     parser.add_argument("--mode", default="lag", choices=MODES)
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=[*PARTS, FIT])
     parser.add_argument("--prompts", type=Path, default=None, help="JSON lines with turns; default: the built-in one")
     parser.add_argument("--prefix", type=int, default=1000, help="tokens that all requests begin with")
     parser.add_argument("--requests", type=int, default=32)
@@ -41,6 +51,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64, help="exact: nothing ends an answer before")
     parser.add_argument("--waves", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--utilization", type=float, default=None, help="fit: gpu_memory_utilization")
+    parser.add_argument("--max-model-len", type=int, default=None, help="fit: default: the target's limit")
     parser.add_argument("--out", type=Path, default=None, help="JSON file")
     return parser.parse_args(given)
 
@@ -120,6 +132,44 @@ def row(part: str, case: str, waves: list[dict[str, float]], same: int, requests
     return found
 
 
+def fit(options: argparse.Namespace, models: Models, prompts: list[Ids]) -> list[dict[str, Any]]:
+    """A row for each acceptance rule; bytes."""
+    return [fit_row(options, rule, models, prompts) for rule in get_args(Acceptance) if options.mode != "off"]
+
+
+def fit_row(options: argparse.Namespace, rule: Acceptance, models: Models, prompts: list[Ids]) -> dict[str, Any]:
+    release_cached(models.device)
+    speculative = SpeculativeConfig.for_mode(options.mode, draft_model=options.draft, acceptance=rule)
+    started, room = time.perf_counter(), {"max_num_seqs": options.concurrency, "max_model_len": options.max_model_len}
+    llm = LLM(models, speculative=speculative, gpu_memory_utilization=options.utilization, **room)
+    notes = {name: (value, reason) for name, value, reason in llm.notes}
+    found: dict[str, Any] = {"part": FIT, "case": rule, "start_s": time.perf_counter() - started}
+    found |= {name: notes[name] for name in ("gpu_memory_utilization", "kv_memory", "graphs") if name in notes}
+    on_gpu = models.device.type == "cuda"
+    if on_gpu:
+        use = DeviceUse.of(models.device)
+        torch.cuda.reset_peak_memory_stats(models.device)
+        found |= {"idle_bytes": use.taken, "mark_bytes": int(notes["gpu_memory_utilization"][0] * use.total)}
+    params = [
+        SamplingParams(
+            temperature=1.0, top_p=0.9, logprobs=5, seed=seed, max_tokens=options.max_tokens, ignore_eos=True
+        )
+        for seed in range(len(prompts))
+    ]
+    answers = llm.generate(prompts, params)
+    found["errors"] = sum(answer.error is not None for answer in answers)
+    found["preemptions"] = llm.engine.scheduler.num_preemptions
+    if on_gpu:
+        after = DeviceUse.of(models.device)
+        most = torch.cuda.max_memory_reserved(models.device)
+        found |= {
+            "most_bytes": most + after.beside_torch,
+            "most_allocated_bytes": torch.cuda.max_memory_allocated(models.device),
+        }
+    print(json.dumps(found), flush=True)
+    return found
+
+
 def main(given: list[str] | None = None) -> None:
     options = arguments(given)
     models = load(options.model, options.draft, {"dtype": options.dtype}, {})
@@ -127,6 +177,9 @@ def main(given: list[str] | None = None) -> None:
     asked = [token_ids(models.tokenizer, user(text)) for text in texts]
     rows: list[dict[str, Any]] = []
     for part in options.parts:
+        if part == FIT:
+            rows += fit(options, models, asked)
+            continue
         engines = prefix_engines if part == "prefix" else pressure_engines
         rows += measure(part, options, *engines(options, models, asked))
     conditions = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}

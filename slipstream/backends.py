@@ -12,6 +12,7 @@ import torch
 
 from slipstream.cache.pool import KVPool
 from slipstream.device.backend import Backend, TorchBackend
+from slipstream.device.memory import memory_of, must_fit
 from slipstream.device.state import SlotState, make_slot_state
 from slipstream.draft.base import Drafter
 from slipstream.draft.block import BlockDraft
@@ -26,6 +27,9 @@ from slipstream.verify.target import Target, TargetForward
 
 if TYPE_CHECKING:
     from slipstream.kernels.attention import Workspace
+
+
+TOO_MANY_PAGES = "a KV pool of {} pages does not fit in memory: lower kv_memory or gpu_memory_utilization"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -136,7 +140,8 @@ def _make_pools(given: Ingredients) -> tuple[KVPool, ...]:
     if given.network is not None:
         _check_draft_vocabulary(given.network, models.vocab_size)
         specs.append(given.network.spec)
-    return tuple(pool(spec) for spec in specs)
+    with must_fit(lambda: f"{TOO_MANY_PAGES.format(sizes.num_pages)}; {memory_of(models.device)}"):
+        return tuple(pool(spec) for spec in specs)
 
 
 def _check_draft_vocabulary(network: BlockDrafter, vocab_size: int) -> None:

@@ -8,8 +8,10 @@ import importlib.util
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import Progress
@@ -17,11 +19,12 @@ from rich.progress import Progress
 from slipstream.backends import BACKENDS, Adapt, Ingredients
 from slipstream.cache.pages import PageAllocator
 from slipstream.cache.shared import SharedPages
-from slipstream.config import DEFAULT_MAX_DRAFTS, NGRAM, NOT_DETERMINISTIC, EngineConfig, SpeculativeConfig
+from slipstream.config import DEFAULT_MAX_DRAFTS, NGRAM, NOT_DETERMINISTIC, EngineConfig, Signal, SpeculativeConfig
 from slipstream.decide.cost import CostModel, CostProfile
 from slipstream.decide.pace import draft_lengths
 from slipstream.decide.policy import FullWidth, Policy, draft_signal, make_policy
 from slipstream.decide.survival import find_calibration
+from slipstream.device.memory import DeviceUse, memory_of, must_fit
 from slipstream.draft.base import Drafter
 from slipstream.draft.ngram import NGramDraft
 from slipstream.engine import Engine
@@ -30,53 +33,126 @@ from slipstream.lab.profile import measure, profile_key, stored_profile
 from slipstream.load import Models, Note
 from slipstream.models.drafters import BlockDrafter
 from slipstream.models.headers import weights_digest
+from slipstream.peak import free_use, measure_peak, promise
 from slipstream.scheduler import Scheduler, SchedulerLimits
-from slipstream.sizes import Sizes, engine_sizes
+from slipstream.sizes import WHOLE, Peak, Share, Sizes, engine_sizes, pool_request, size_pool
 
 log = logging.getLogger("slipstream")
+
+NO_ROOM_FOR_POSITIONS = "rotary tables of {} positions do not fit in memory: lower max_model_len"
+NO_ROOM_FOR_BUFFERS = "an engine's buffers and graphs do not fit beside its KV pool: lower kv_memory or max_num_seqs"
 
 
 def build_engine(
     models: Models, speculative: SpeculativeConfig, config: EngineConfig, notes: list[Note],
-    drafter: Drafter | None = None, policy: Policy | None = None, adapt: Adapt | None = None,
+    drafter: Drafter | None = None, policy: Policy | None = None, adapt: Adapt | None = None, share: Share = WHOLE,
 ) -> Engine:  # fmt: skip
     """An idle engine for these options. `drafter` and `policy` are the caller's own, in place of those asked for.
 
-    `adapt` is given the parts that the backend made and says what the engine runs in their place.
+    `adapt` is given the parts that the backend made and says what the engine runs in their place. `share` is the
+    engine's part of the memory at hand, where several are made.
     """
     _check_loaded(models, config)
     source = _draft_source(models, speculative, drafter, notes)
     num_drafts = _num_drafts(speculative, source, notes)
-    sizes = engine_sizes(config, models, source.network, num_drafts, notes)
-    prunes = speculative.enable_adaptive_speculative_decode or policy is not None
-    parts = BACKENDS[_backend(config, models, notes)](
-        Ingredients(
-            models=models, sizes=sizes, made=source.made, network=source.network, samples=source.samples,
-            coupled=speculative.acceptance == "coupled", prunes=prunes, deterministic=config.deterministic,
-        )
+    recipe = _Recipe(
+        models=models, source=source, backend=_backend(config, models, notes),
+        prunes=speculative.enable_adaptive_speculative_decode or policy is not None,
+        coupled=speculative.acceptance == "coupled", config=config,
+        signal=draft_signal(speculative, has_head=source.has_head, drafts_sampled=source.samples),
     )  # fmt: skip
+    lengths = draft_lengths(num_drafts) if recipe.prunes else (num_drafts,)
+    sizes = engine_sizes(config, models, num_drafts)
+    _reach_positions(models, source.network, sizes)
+    sizes, most = _with_pages(sizes, recipe, lengths, share, notes)
     if config.deterministic:
         rejects = speculative.acceptance == "rejection"
         notes.append(
             ("deterministic", True, "of greedy texts; sampled ones depend on drafts" if rejects else "as asked")
         )
-    parts = parts if adapt is None else adapt(parts)
-    signal = draft_signal(speculative, has_head=source.has_head, drafts_sampled=source.samples)
-    engine = Engine(
-        target=parts.target,
-        drafter=parts.drafter,
-        backend=parts.backend,
-        policy=policy or FullWidth(num_drafts, signal),
-        rule=parts.rule,
-        scheduler=_scheduler(sizes, source.max_position, config.prefix_caching),
-        vocab_size=models.vocab_size,
-        device=models.device,
-        overlap=config.overlap,
-    )
-    _capture(engine, draft_lengths(num_drafts) if prunes else (num_drafts,), notes)
+    with must_fit(lambda: f"{NO_ROOM_FOR_BUFFERS}; {memory_of(models.device)}"):
+        engine = recipe.engine(sizes, policy, adapt)
+        _capture(engine, lengths, notes)
+    if most is not None:
+        promise(engine, most - free_use(models.device).taken)
     if policy is None and engine.drafter is not None:  # at last: a cost model may have to be measured on the engine
         engine.policy = _policy(speculative, source, engine, models, notes, config.deterministic)
     return engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Recipe:
+    """All of an engine but its sizes."""
+
+    models: Models
+    source: "DraftSource"
+    config: EngineConfig
+    backend: str
+    signal: Signal | Literal["none"]
+    coupled: bool
+    prunes: bool
+
+    def engine(self, sizes: Sizes, policy: Policy | None = None, adapt: Adapt | None = None) -> Engine:
+        source, models = self.source, self.models
+        parts = BACKENDS[self.backend](
+            Ingredients(
+                models=models, sizes=sizes, made=source.made, network=source.network, samples=source.samples,
+                coupled=self.coupled, prunes=self.prunes, deterministic=self.config.deterministic,
+            )
+        )  # fmt: skip
+        parts = parts if adapt is None else adapt(parts)
+        return Engine(
+            target=parts.target,
+            drafter=parts.drafter,
+            backend=parts.backend,
+            policy=policy or FullWidth(sizes.num_drafts, self.signal),
+            rule=parts.rule,
+            scheduler=_scheduler(sizes, source.max_position, self.config.prefix_caching),
+            vocab_size=models.vocab_size,
+            device=models.device,
+            overlap=self.config.overlap,
+        )
+
+    @property
+    def rehearsed(self) -> "_Recipe":
+        """With look-up in place of a drafter of the caller's own, which is to see real requests only."""
+        if self.source.made is None or self.source.algorithm == NGRAM:
+            return self
+        return replace(self, source=DraftSource(made=NGramDraft(self.models.device)), signal="none")
+
+
+def _reach_positions(models: Models, network: BlockDrafter | None, sizes: Sizes) -> None:
+    """Rotary tables go as far as a context, and the block that is drafted behind it."""
+    with must_fit(lambda: f"{NO_ROOM_FOR_POSITIONS.format(sizes.max_model_len)}; {memory_of(models.device)}"):
+        for each in (models.target, network):
+            if each is not None:
+                each.rotary.reach(sizes.max_model_len + sizes.num_drafts + 1)
+
+
+def _with_pages(
+    sizes: Sizes, recipe: _Recipe, lengths: Sequence[int], share: Share, notes: list[Note]
+) -> tuple[Sizes, int | None]:
+    """On a GPU by what an engine of these sizes is seen to take, unless the pool's bytes were asked for.
+
+    Beside the sizes: what all will take of the GPU once this engine works at its worst, where that was measured.
+    """
+    models, config = recipe.models, recipe.config
+    asked = pool_request(config, models, recipe.source.network, sizes, share)
+    seen: list[int] = []  # what was taken before, and what the engine takes beside pages
+
+    def use() -> DeviceUse:
+        found = free_use(models.device)
+        seen.append(found.taken)
+        return found
+
+    def peak() -> Peak:
+        found = measure_peak(partial(recipe.rehearsed.engine, sizes), models.device, lengths, asked.least)
+        seen.append(found.step + found.graphs)
+        return found
+
+    num_pages = size_pool(config, asked, use if models.device.type == "cuda" else None, peak, notes)
+    most = sum(seen) + num_pages * asked.page_bytes if len(seen) == 2 else None
+    return replace(sizes, num_pages=num_pages), most
 
 
 def _backend(config: EngineConfig, models: Models, notes: list[Note]) -> str:

@@ -4,19 +4,48 @@ What is captured is what a step runs, on a plan in which nobody takes part: all 
 their work on the scratch page and slot state stays as it is. Called once, by `build`, before the first request.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
 
 from slipstream.device.graphs import garbage_left_alone
+from slipstream.device.shapes import DraftShape, VerifyShape
 from slipstream.device.triton import TritonBackend
 from slipstream.engine import Drafted, Engine
 from slipstream.plan import StepPlan
 
 Say = Callable[[int, int], None]  # stages recorded so far, and in all
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What an engine captures, each kind with its largest first: smaller ones fit into the memory that these took."""
+
+    drafts: list[DraftShape]
+    verifies: list[VerifyShape]
+    reports: tuple[int, ...]  # sequences
+    graphs_per_verify: int
+
+    @classmethod
+    def of(cls, engine: Engine, draft_lengths: Sequence[int]) -> "Shapes":
+        backend = engine.backend
+        assert isinstance(backend, TritonBackend), "this backend captures nothing"
+        drafts = list(backend.buckets.draft_shapes(draft_lengths)) if backend.pads_drafts else []
+        verifies, sizes = list(backend.buckets.verify_shapes()), backend.buckets.report_sizes()
+        return cls(drafts, verifies, sizes, 1 + 2 * engine.rule.captures)
+
+    @property
+    def num_graphs(self) -> int:
+        return 1 + 2 * len(self.drafts) + len(self.verifies) * self.graphs_per_verify + len(self.reports)
+
+    def __iter__(self) -> Iterator[DraftShape | VerifyShape | int]:
+        """Reports last: they read what verification left."""
+        yield from self.drafts
+        yield from self.verifies
+        yield from self.reports
 
 
 @torch.inference_mode()
@@ -26,32 +55,55 @@ def capture(engine: Engine, draft_lengths: Sequence[int], say: Say) -> int:
 
     Stages that go by numbers of the host (a drafter or a rule without kernels) are left as they are.
     """
-    backend = engine.backend
-    assert isinstance(backend, TritonBackend) and backend.graphs is not None, "this backend captures nothing"
-    graphs, plan = backend.graphs, nobody()
-    loaded = backend.load(plan)
-    rule = engine.rule.begin(backend.state, loaded, plan, engine.vocab_size)
-    drafted = Drafted(plan, loaded, rule, None, None, None, None)
-    drafts = list(backend.buckets.draft_shapes(draft_lengths)) if backend.pads_drafts else []
-    verifies = list(backend.buckets.verify_shapes())
-    graphs.capture(("load", None), backend.load_stage)
-    sizes = backend.buckets.report_sizes()
-    total = 1 + 2 * len(drafts) + len(verifies) * (1 + 2 * engine.rule.captures) + len(sizes)
-    for draft_shape in drafts:
-        graphs.capture(("draft", draft_shape), partial(engine.draft_stage, draft_shape, loaded, rule, plan.step))
-        graphs.capture(("rank", draft_shape), partial(backend.rank_stage, draft_shape))
-        say(len(graphs), total)
-    for shape in verifies:
-        rows = graphs.capture(("verify", shape), partial(engine.verify_stages, shape, drafted, backend.no_widths))
+    shapes, recording = Shapes.of(engine, draft_lengths), Recording(engine)
+    for shape in shapes:
+        recording.capture(shape)
+        say(recording.count, shapes.num_graphs)
+    return recording.count
+
+
+class Recording:
+    """Captures shapes of an engine one by one, in whatever order it is asked to, but reports after a verification."""
+
+    def __init__(self, engine: Engine) -> None:
+        backend = engine.backend
+        assert isinstance(backend, TritonBackend) and backend.graphs is not None, "this backend captures nothing"
+        self._engine, self._backend, self._graphs = engine, backend, backend.graphs
+        plan = nobody()
+        loaded = backend.load(plan)
+        rule = engine.rule.begin(backend.state, loaded, plan, engine.vocab_size)
+        self._drafted = Drafted(plan, loaded, rule, None, None, None, None)
+        self._logits: torch.Tensor | None = None
+        self._graphs.capture(("load", None), backend.load_stage)
+
+    @property
+    def count(self) -> int:
+        return len(self._graphs)
+
+    def capture(self, shape: DraftShape | VerifyShape | int) -> None:
+        if isinstance(shape, DraftShape):
+            self._capture_draft(shape)
+        elif isinstance(shape, VerifyShape):
+            self._capture_verify(shape)
+        else:
+            assert self._logits is not None, "reports come last"
+            stage = partial(self._backend.report_stage, shape, self._logits, self._backend.buffers.result)
+            self._graphs.capture(("report", shape), stage)
+
+    def _capture_draft(self, shape: DraftShape) -> None:
+        drafted = self._drafted
+        stage = partial(self._engine.draft_stage, shape, drafted.loaded, drafted.rule, drafted.plan.step)
+        self._graphs.capture(("draft", shape), stage)
+        self._graphs.capture(("rank", shape), partial(self._backend.rank_stage, shape))
+
+    def _capture_verify(self, shape: VerifyShape) -> None:
+        engine, drafted = self._engine, self._drafted
+        stages = partial(engine.verify_stages, shape, drafted, self._backend.no_widths)
+        rows = self._graphs.capture(("verify", shape), stages)
+        self._logits = rows.logits
         if engine.rule.captures:
             for each in (shape, replace(shape, shaped=True)):  # without and with penalties and edits
-                graphs.capture(("accept", each), partial(engine.accept_stages, each, drafted, rows))
-        say(len(graphs), total)
-    for size in sizes:
-        stage = partial(backend.report_stage, size, rows.logits, backend.buffers.result)
-        graphs.capture(("report", size), stage)
-    say(len(graphs), total)
-    return len(graphs)
+                self._graphs.capture(("accept", each), partial(engine.accept_stages, each, drafted, rows))
 
 
 def nobody() -> StepPlan:

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -283,7 +284,10 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None  # given rows per step: 512 on a CPU, 8192 on a GPU
     max_model_len: int | None = None  # positions per request; None: the target's limit
     page_size: int = 16  # tokens per KV page
-    kv_memory: int | None = None  # bytes for the KV pool; None: enough for the slots, within the memory at hand
+    # Bytes for the KV pool, or a text such as "2GiB". None: enough for the slots, within the memory at hand.
+    kv_memory: int | str | None = None
+    # GPU only: how much of its memory may be taken by all who use it, weights and other programs included; None: 0.9.
+    gpu_memory_utilization: float | None = None
     seed: int | None = None  # of the seeds drawn for unseeded requests
     prefix_caching: bool = True  # KV of tokens is kept for requests that begin with the same ones
     overlap: bool = True  # the host runs one step ahead of the device
@@ -295,6 +299,10 @@ class EngineConfig:
         _choice("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
         _choice("device", str(self.device).split(":")[0], ("auto", "cpu", "cuda"))
         _choice("backend", self.backend, ("auto", "torch", "triton"))
+        object.__setattr__(self, "kv_memory", _num_bytes("kv_memory", self.kv_memory))
+        share = self.gpu_memory_utilization
+        if share is not None and (not _is_number(share) or not 0 < share <= 1):
+            raise ConfigError(f"gpu_memory_utilization is {share!r}; it must lie in (0, 1]")
         for field in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_memory"):
             value = getattr(self, field)
             if value is not None and (not _is_int(value) or value < 1):
@@ -358,6 +366,22 @@ def _stops(stop: object) -> tuple[str, ...]:
 def _check_bool(field: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ConfigError(f"{field} is {value!r}; it must be true or false")
+
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{unit}": base ** (power + 1)
+    for power, prefix in enumerate("kmgt") for unit, base in (("b", 1000), ("ib", 1024))
+}  # fmt: skip
+
+
+def _num_bytes(field: str, value: object) -> object:
+    """A text such as 2GiB as a number of bytes; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([kmgt]?i?b?)", value.strip().lower(), re.ASCII)
+    if found is None or found[2] not in _UNITS:
+        raise ConfigError(f"{field} is {value!r}; give bytes, as a number or with a unit: 2GiB, 500MB")
+    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def _is_int(value: object) -> bool:

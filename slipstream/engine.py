@@ -239,7 +239,8 @@ class Engine:
         with self._span(step, "export", "copy"):
             result = self._exporter.start("result", verdict.result[: plan.num_sequences])
         self._is_launching = False
-        return Flight(drafted, decision, result, logprobs, marks)
+        # What drafts were drawn from, as large as the logits, must not outlive its step on the device.
+        return Flight(dataclasses.replace(drafted, draft=None), decision, result, logprobs, marks)
 
     def verify_stages(self, shape: VerifyShape, drafted: Drafted, widths: torch.Tensor) -> VerifiedRows:
         step, draft = drafted.plan.step, drafted.draft
@@ -260,8 +261,8 @@ class Engine:
     def accept_stages(self, shape: VerifyShape, drafted: Drafted, rows: VerifiedRows) -> Verdict:
         draft, step = drafted.draft, drafted.plan.step
         with self._span(step, "accept", "device"):
-            drafts, prob = (None, None) if draft is None else (draft.token_ids, draft.prob)
-            verdict = drafted.rule.judge(rows.batch, rows.logits, drafts, prob, shape)
+            drafts, law = (None, None) if draft is None else (draft.token_ids, draft.law)
+            verdict = drafted.rule.judge(rows.batch, rows.logits, drafts, law, shape)
         with self._span(step, "apply", "device"):
             self.backend.apply(drafted.loaded, verdict.result)
             if self.drafter is not None and rows.features is not None:

@@ -7,6 +7,7 @@
 LLMs may share the loaded weights (`Models`); each has its own engine.
 """
 
+import dataclasses
 import gc
 import itertools
 import logging
@@ -34,6 +35,7 @@ from slipstream.load import Models, Note, load_models
 from slipstream.logprobs import TokenLogprob
 from slipstream.metrics import SpecCounters, Timing
 from slipstream.request import FinishReason, Request, sibling_seed
+from slipstream.sizes import WHOLE, Share
 from slipstream.stream import Chunk, IncrementalDecoder, StopStrings, TextStream
 
 log = logging.getLogger("slipstream")
@@ -75,7 +77,8 @@ class LLM:
     model: a name, or Models that are loaded already. speculative: None for plain decoding. drafter, policy: objects of
     your own in place of those that `speculative` would make (its draft_model is then only a name). adapt: a wrapper of
     the parts that the backend made, for measurements. The other options are the fields of `EngineConfig`. What was
-    chosen, and why, stands in `notes`. One thread at a time: streams may be read in turn, but not from several threads.
+    chosen, and why, stands in `notes`. share: the part of the memory at hand that this LLM may have, where several are
+    made one after another. One thread at a time: streams may be read in turn, but not from several threads.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class LLM:
         drafter: Drafter | None = None,
         policy: Policy | None = None,
         adapt: Adapt | None = None,
+        share: Share = WHOLE,
         **engine_options: Any,
     ) -> None:
         self.speculative = SpeculativeConfig() if speculative is None else speculative
@@ -103,7 +107,7 @@ class LLM:
         self.tokenizer = model.tokenizer
         self.notes: list[Note] = list(model.notes)
         self._given = drafter, policy, adapt
-        self.engine = build_engine(model, self.speculative, self.config, self.notes, *self._given)
+        self.engine = build_engine(model, self.speculative, self.config, self.notes, *self._given, share)
         self.engine.totals.mode = self.speculative.mode
         self._scheduler = self.engine.scheduler  # for what it knows without an engine: see `restart`
         self._seeds = random.Random(self.config.seed)
@@ -194,14 +198,16 @@ class LLM:
     def restart(self) -> None:
         """A new engine over the same weights, with the totals of the old one, whose requests are lost.
 
-        A drafter or a policy of your own is used again as it stands.
+        Its KV pool is as large. A drafter or a policy of your own is used again as it stands.
         """
         totals, num_steps, notes = self.engine.totals, self.engine.num_decode_steps, len(self.notes)
+        pool_bytes: Any = next(value for name, value, _ in self.notes if name == "kv_memory")
+        same = dataclasses.replace(self.config, kv_memory=pool_bytes)  # others may have taken their part since
         del self.engine
         gc.collect()  # on a device there may be no room for two
         if self.models.device.type == "cuda":
-            torch.cuda.empty_cache()  # the new pool is sized by what the device says is free
-        self.engine = build_engine(self.models, self.speculative, self.config, self.notes, *self._given)
+            torch.cuda.empty_cache()
+        self.engine = build_engine(self.models, self.speculative, same, self.notes, *self._given)
         del self.notes[notes:]  # they were said once
         self.engine.totals, self.engine.num_decode_steps = totals, num_steps
         self._scheduler = self.engine.scheduler

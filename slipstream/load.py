@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 
 from slipstream.config import NGRAM
+from slipstream.device.memory import in_words, memory_of, must_fit
 from slipstream.errors import CheckpointError, ConfigError, SlipstreamError
 from slipstream.models.decoder import Decoder
 from slipstream.models.drafters import BlockDrafter, load_drafter
@@ -89,8 +90,10 @@ def _target(model: str, dtype: torch.dtype, device: torch.device, notes: list[No
         path = resolve_target(model)
         tokenizer = load_tokenizer(path)  # first: it takes no time, and a fault is told before gigabytes are read
         check_tokenizer(tokenizer, read_spec(path), notes)
-        return load_decoder(path, dtype, device), tokenizer
-    target = random_decoder(target_shape(shape), dtype, device)
+        with must_fit(lambda: _too_large("target", model, _files_of(path), device)):
+            return load_decoder(path, dtype, device), tokenizer
+    with must_fit(lambda: _too_large("target", model, "", device)):
+        target = random_decoder(target_shape(shape), dtype, device)
     notes.append(_drawn("model", model))
     return target, synthetic_tokenizer(target.spec.vocab_size)
 
@@ -101,15 +104,30 @@ def _drafter(
     """The network and the folder it came from, which one that was drawn at random does not have."""
     if draft_model is None or draft_model == NGRAM:
         return None, None
-    shape, folder = shape_name(draft_model), None
+    shape, folder, device = shape_name(draft_model), None, target.head_weight.device
     if shape is None:
-        folder = resolve_drafter(draft_model)
-        network = load_drafter(folder, target, layout=layout)
+        path = folder = resolve_drafter(draft_model)
+        with must_fit(lambda: _too_large("drafter", draft_model, _files_of(path), device)):
+            network = load_drafter(folder, target, layout=layout)
     else:
-        network = random_drafter(drafter_shape(shape, target.spec, layout), target)
+        with must_fit(lambda: _too_large("drafter", draft_model, "", device)):
+            network = random_drafter(drafter_shape(shape, target.spec, layout), target)
         notes.append(_drawn("draft_model", draft_model))
     notes.append(("layout", network.spec.layout, network.spec.layout_reason))
     return network, folder
+
+
+def _too_large(kind: str, name: str, files: str, device: torch.device) -> str:
+    return (
+        f"the {kind} {name!r} does not fit in memory{files}; {memory_of(device)}: free it of other programs, or take a "
+        "smaller model or dtype"
+    )
+
+
+def _files_of(path: Path) -> str:
+    """The size of the weights on disk, which is about their size in memory."""
+    files = [path] if path.is_file() else [*path.glob("*.safetensors")]
+    return f", its files hold {in_words(sum(file.stat().st_size for file in files))}"
 
 
 def check_tokenizer(tokenizer: Tokenizer, spec: DecoderSpec, notes: list[Note]) -> None:

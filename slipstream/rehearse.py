@@ -1,7 +1,8 @@
 """Steps on made-up plans: the engine runs them exactly as real ones, on requests that do not exist.
 
-Used to measure step times: `slipstream profile`, and the cost model made at start. The engine must be idle; the pages
-are as before when a rehearsal ends, and slot state holds nothing that an admission would not overwrite.
+Used to measure step times (`slipstream profile`, and the cost model made at start), and to find out what memory the
+largest steps take (`slipstream.peak`). The engine must be idle; pages are as before when a timed rehearsal ends, and
+slot state holds nothing that an admission would not overwrite.
 """
 
 from collections.abc import Iterator
@@ -11,9 +12,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from slipstream.engine import Engine
+from slipstream.config import MAX_LOGPROBS
+from slipstream.engine import Engine, Flight
 from slipstream.errors import CapacityError
+from slipstream.logprobs import PromptPart, Wanted
 from slipstream.plan import Admission, Decision, Int32s, StepPlan
+
+WORST_CONTEXT = 2048  # tokens before the rows of a largest step; where attention is fused they make no difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,75 @@ def time_step(
         flights[-1].result.wait()
     draft_ms, verify_ms = np.median(np.array([flight.device_ms for flight in flights[1:]]), axis=0).tolist()
     return StepTime(draft_ms if length else 0.0, verify_ms)
+
+
+@torch.inference_mode()
+def run_largest_steps(engine: Engine) -> list[StepPlan]:
+    """The steps that take most memory, one in flight behind the other; returns their plans.
+
+    All slots at S + 1 rows, and as many given rows of prompts beside drafts as a step may have; everybody asks for all
+    that costs memory: sampling, filters, penalties, log-probabilities. All rows lie on one page, so that the smallest
+    pool will do; the engine is of no use for anything else afterwards.
+    """
+    limits, state = engine.scheduler.limits, engine.state
+    count = limits.max_num_seqs
+    context = max(0, min(WORST_CONTEXT, limits.max_model_len - limits.max_drafts - 2))
+    state.page_table[:count].fill_(engine.scheduler.pages.take(1)[0])
+    for column, value in ((state.temperature, 1.0), (state.top_k, 50), (state.top_p, 0.9), (state.min_p, 1e-3)):
+        column[:count].fill_(value)
+    for column, value in ((state.shaping.repetition, 1.1), (state.shaping.frequency, 0.1)):
+        column[:count].fill_(value)
+    plans = [_largest_step(engine, context, chunks) for chunks in ([], _chunks(engine))]
+    previous: Flight | None = None
+    for plan in plans:
+        state.context[: plan.num_decode].fill_(context)
+        state.context[plan.num_decode : count].zero_()
+        widths = plan.caps_np
+        drafted = engine.launch_draft(plan, False)
+        flight = engine.launch_verify(drafted, Decision(widths_np=widths, budget=None, caps_np=widths))
+        if previous is not None:
+            previous.result.wait()
+        previous = flight
+    assert previous is not None
+    previous.result.wait()
+    return plans
+
+
+def _chunks(engine: Engine) -> list[int]:
+    """Given rows of the prompts in a step that is full of them, in as few slots as possible."""
+    limits, chunks = engine.scheduler.limits, list[int]()
+
+    def spare() -> int:
+        return limits.max_num_batched_tokens - sum(chunks) - (limits.max_num_seqs - len(chunks))
+
+    while len(chunks) < limits.max_num_seqs and spare() > 0:
+        chunks.append(min(spare() + 1, limits.max_model_len - 1))
+    return chunks
+
+
+def _largest_step(engine: Engine, context: int, chunks: list[int]) -> StepPlan:
+    limits = engine.scheduler.limits
+    count, num_decode = limits.max_num_seqs, limits.max_num_seqs - len(chunks)
+    num_drafts = limits.max_drafts if engine.drafter is not None and num_decode else 0
+    cap = min(num_drafts, limits.max_model_len - 2 - context)  # the token after the last draft has a position, too
+    given = np.array([1] * num_decode + chunks, np.int32)
+    starts = np.cumsum(given) - given
+    prompts = tuple(PromptPart(slot, int(starts[slot]), 0, int(given[slot])) for slot in range(num_decode, count))
+    whole = np.full(count, context, np.int32)
+    whole[num_decode:] = 0
+    return StepPlan(
+        step=-1, num_decode=num_decode, draft_length=num_drafts, slots_np=np.arange(count, dtype=np.int32),
+        generations_np=np.full(count, -1, np.int32), uids_np=np.full(count, -1, np.int64),
+        decode_steps_np=np.zeros(count, np.int32), num_given_np=given, emits_np=np.ones(count, np.bool_),
+        caps_np=np.array([cap] * num_decode + [0] * len(chunks), np.int32), context_np=whole,
+        context_upper_bound_np=whole, sampled_np=np.ones(count, np.bool_), teaches_np=np.zeros(count, np.bool_),
+        admissions=(), page_writes_np=np.zeros((0, 3), np.int32), any_sampled=True, any_top_k=True, any_top_p=True,
+        any_min_p=True, any_penalty=True,
+        logprobs=Wanted(
+            sequences_np=np.arange(count, dtype=np.int64), num_top=MAX_LOGPROBS, prompts=prompts,
+            num_prompt_top=MAX_LOGPROBS,
+        ),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.drafters import BlockDrafter
 from slipstream.models.spec import DecoderSpec
 from slipstream.models.tokenizer import Tokenizer
+from slipstream.ops.reject import DraftLaw
 from slipstream.plan import Int32s
 from slipstream.structured import StructuredOutput
 
@@ -106,16 +107,16 @@ class TableDrafter:
 
     def propose(self, view: DraftView, num_drafts: int, sampler: Sampler, signal: str) -> Draft:
         """Under rejection the table is a very peaked distribution, and drafts are drawn from it as the rule says."""
-        previous, drafts, probs = view.anchor_ids, [], []
+        previous, drafts, laws = view.anchor_ids, [], []
         for j in range(num_drafts):
             logits = torch.zeros(len(previous), len(self._next)).scatter_(1, self._next[previous][:, None], 6.0)
-            previous, prob = sampler.draw(logits, j, None)
+            previous, law = sampler.draw(logits, j, None)
             drafts.append(previous)
-            probs += [] if prob is None else [prob]
+            laws += [] if law is None else [law]
         return Draft(
             torch.stack(drafts, dim=1),
             self._confidence(view.context, num_drafts).float(),
-            torch.stack(probs, dim=1) if probs else None,
+            DraftLaw.join(laws) if laws else None,
         )
 
     def absorb(self, features: Tensor, positions: Tensor, kv_slots: Tensor) -> None:

@@ -43,6 +43,12 @@ Logprobs = Annotated[
 MaxTokens = Annotated[int | None, typer.Option(help="Output tokens at most. Default: 256.")]
 Dtype = Annotated[str | None, typer.Option(help="auto, bfloat16, float16 or float32. Default: auto.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda. Default: auto.")]
+KVMemory = Annotated[
+    str | None, typer.Option(help="Bytes for keys and values: 500000000, 2GiB. Default: what memory and slots allow.")
+]
+Utilization = Annotated[
+    float | None, typer.Option(help="GPU: part of its memory to use, that of others included. Default: 0.9.")
+]
 Deterministic = Annotated[
     bool | None, typer.Option("--deterministic", help="GPU: the same bits whatever shares a step. Default: no.")
 ]

@@ -36,6 +36,8 @@ def serve(
     max_num_seqs: Annotated[
         int | None, typer.Option(help="Answers made at a time. Default: 64 on a CPU, 256 on a GPU.")
     ] = None,
+    kv_memory: flags.KVMemory = None,
+    gpu_memory_utilization: flags.Utilization = None,
     host: Annotated[str | None, typer.Option(help="Address to listen at. Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="0 takes any that is free. Default: 8000.")] = None,
     served_name: Annotated[str | None, typer.Option(help="What requests call the model. Default: as --model.")] = None,
@@ -50,7 +52,7 @@ def serve(
 ) -> None:
     """Serve the OpenAI API (chat, completions) until SIGTERM. docs/SERVING.md says what it knows.
 
-    The config file may also have draft_layout, cost_model, acceptance, max_model_len, kv_memory, and what
+    The config file may also have draft_layout, cost_model, acceptance, max_model_len, and what
     docs/SERVING.md marks with a star.
     """
     own = field_names(ServeOptions) - {"keys"}
@@ -97,13 +99,15 @@ def _engines(options: Options, modes: Sequence[SpeculativeConfig]) -> "list[LLM]
     sized = options.engine_config()
     from slipstream.llm import LLM
     from slipstream.load import load_models
+    from slipstream.sizes import Share
 
     drafter = next((mode.draft_model for mode in modes if mode.draft_model is not None), None)
     layout = options.speculative.get("draft_layout", "auto")
     model = options.model or DEFAULT_MODEL
     models = load_models(model, drafter, dtype=sized.dtype, device=sized.device, layout=layout)
     fields = {field.name: getattr(sized, field.name) for field in dataclasses.fields(sized)}
-    llms = [LLM(models, speculative=mode, **fields) for mode in modes]
+    shares = [Share(place, len(modes)) for place in range(len(modes))]
+    llms = [LLM(models, speculative=mode, share=share, **fields) for mode, share in zip(modes, shares, strict=True)]
     for llm in llms:
         llm.grammars = llms[0].grammars
     return llms

@@ -48,6 +48,8 @@ _FLAG_FIELDS = frozenset(
         "device",
         "deterministic",
         "max_num_seqs",
+        "kv_memory",
+        "gpu_memory_utilization",
     ]
 )
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from slipstream.device.state import SlotState
+from slipstream.ops.reject import DraftLaw
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,22 +63,20 @@ class Sampler(Protocol):
     def reading_temperature(self, count: int) -> Tensor:
         """[count] fp32 at which a draft's probability is read; 1 for greedy sequences."""
 
-    def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Draft number `offset` (0-based) of every sequence, from logits [D, Vd] fp32.
+    def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, DraftLaw | None]:
+        """Draft number `offset` (0-based) of every sequence, from logits [D, Vd] of any dtype. They may be kept: nobody
+        writes to them before the step ends.
 
         token_ids [Vd] are the target ids, ascending, that the columns stand for; None for the identity. Returns target
-        ids [D] and, if the rule needs it, the dense distribution [D, V] that they were drawn from.
+        ids [D] and, if the rule needs it, what they were drawn from, with S = 1: see `DraftLaw.join`.
         """
-
-    def certain(self, token_ids: Tensor) -> Tensor | None:
-        """For drafts [D, d] that were not drawn: their distribution, one-hot [D, d, V], if the rule needs it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
     token_ids: Tensor  # [D, d] int64, target ids
     signal: Tensor  # [D, d] fp32: raw confidence, a probability
-    prob: Tensor | None  # [D, d, V]: what each draft was drawn from, if the acceptance rule wants it
+    law: DraftLaw | None  # what drafts were drawn from; None where the acceptance rule does not ask, or all are certain
     evidence: Tensor | None = None  # the drafter's own: what its `settle` needs of this block again, if it learns
 
 

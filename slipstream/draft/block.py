@@ -11,6 +11,7 @@ from slipstream.cache.pool import KVPool
 from slipstream.draft.base import Draft, DraftView, Sampler
 from slipstream.models.drafters import BlockDrafter
 from slipstream.ops.attention import block_attention, plan_block
+from slipstream.ops.reject import DraftLaw
 
 
 class BlockDraft:
@@ -32,25 +33,30 @@ class BlockDraft:
     def propose(self, view: DraftView, num_drafts: int, sampler: Sampler, signal: str) -> Draft:
         hidden = self._block_hidden(view, num_drafts)
         draft_rows = hidden[:, hidden.shape[1] - num_drafts :]  # fill-in: row 0 predicts nothing
-        logits = self.network.base_logits(draft_rows).float()  # [D, d, Vd]
-        return self._draw(hidden, logits, view.anchor_ids, sampler, signal)
+        return self._draw(hidden, self.network.base_logits(draft_rows), view.anchor_ids, sampler, signal)
 
     def _draw(self, hidden: Tensor, logits: Tensor, anchors: Tensor, sampler: Sampler, signal: str) -> Draft:
-        """One token after the other: hidden [D, n, H], base logits [D, d, Vd] fp32 (overwritten), anchors [D]."""
+        """One token after the other: hidden [D, n, H], base logits [D, d, Vd] (overwritten), anchors [D].
+
+        Where what is drawn from is kept, it is in the dtype of the logits: a bias is rounded to it before the draw.
+        """
+        logits = logits.float() if sampler.shares_noise else logits
         num_drafts = logits.shape[1]
         draft_rows = hidden[:, hidden.shape[1] - num_drafts :]
         state = self.network.markov_start(hidden, anchors)
-        previous, probs = [anchors], []
+        previous, laws = [anchors], list[DraftLaw]()
         for j in range(num_drafts):
             if self.network.markov_head is not None:
                 bias, state = self.network.markov_step(state, previous[-1], draft_rows[:, j])
                 logits[:, j] += bias
-            drawn, prob = sampler.draw(self._known(logits[:, j]), j, self._token_ids)
+            drawn, law = sampler.draw(self._known(logits[:, j]), j, self._token_ids)
             previous.append(drawn)
-            probs += [] if prob is None else [prob]
-        token_ids = torch.stack(previous[1:], dim=1)
-        confidence = self._signal(signal, logits, token_ids, draft_rows, torch.stack(previous[:-1], dim=1), sampler)
-        return Draft(token_ids, confidence, torch.stack(probs, dim=1) if probs else None)
+            laws += [] if law is None else [law]
+        token_ids, before = torch.stack(previous[1:], dim=1), torch.stack(previous[:-1], dim=1)
+        whole = DraftLaw.join(laws) if laws else None
+        if whole is not None and signal in ("peak", "drawn"):
+            return Draft(token_ids, 1 / whole.mass if signal == "peak" else whole.read(token_ids), whole)
+        return Draft(token_ids, self._signal(signal, logits, token_ids, draft_rows, before, sampler), whole)
 
     def absorb(self, features: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
         positions = positions.clamp(max=self.max_position - 1)  # beyond it nothing is drafted
@@ -86,7 +92,7 @@ class BlockDraft:
     ) -> Tensor:
         """Raw confidence [D, d] as a probability."""
         if name == "none":
-            return logits.new_zeros(drawn.shape)
+            return torch.zeros_like(drawn, dtype=torch.float32)
         if name == "head":
             return self.network.confidence(hidden, previous).sigmoid()
         scaled = self._known(logits) / sampler.reading_temperature(len(drawn))[:, None, None]

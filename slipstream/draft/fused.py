@@ -45,7 +45,7 @@ class FusedBlockDraft(BlockDraft):
         draft_rows = hidden[:, num_rows - num_drafts :]  # fill-in: row 0 predicts nothing
         logits = self._forward.base_logits(draft_rows.reshape(count * num_drafts, -1)).view(count, num_drafts, -1)
         if not (self._chains and sampler.shares_noise):
-            return self._draw(hidden, logits.float(), anchors, sampler, signal)
+            return self._draw(hidden, logits, anchors, sampler, signal)
         return self._chain(view.slots, draft_rows, logits, anchors, sampler, signal)
 
     def absorb(self, features: Tensor, positions: Tensor, kv_slots: Tensor) -> None:

@@ -37,11 +37,10 @@ class NGramDraft:
     def propose(self, view: DraftView, num_drafts: int, sampler: Sampler, signal: str) -> Draft:
         """`signal` is head, or none: then nothing is learned from this block either."""
         token_ids, length = lookup(view.history, view.slots, view.context, view.max_context, num_drafts, MAX_MATCH)
-        prob = sampler.certain(token_ids)
         if signal == "none":
-            return Draft(token_ids, torch.zeros_like(token_ids, dtype=torch.float32), prob)
+            return Draft(token_ids, torch.zeros_like(token_ids, dtype=torch.float32), None)
         entry = view.sampled.long() * (MAX_MATCH + 1) + length
-        return Draft(token_ids, self._accepted.share(entry, num_drafts), prob, evidence=entry)
+        return Draft(token_ids, self._accepted.share(entry, num_drafts), None, evidence=entry)
 
     def absorb(self, features: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
         raise AssertionError("a drafter without taps absorbs nothing")

@@ -1,11 +1,12 @@
-"""Rejection acceptance on the device without a dense target distribution: one pass over the logits, then one row each.
+"""Rejection acceptance on the device without dense distributions: one pass over the target's logits, then one row each.
 
 `_row_stats` leaves largest logit, mass and argmax of each (row, tile); `_judge` needs the probability of the drafts
-only; the token after them is drawn by inversion over the one row where the sequence stopped, summed by tiles first.
-Same draws as `verify.accept.RejectionStep` with `CounterSource`, up to the rounding of a softmax in fp32. Four fixed
-launches, no host reads. Called by the engine's GPU path; knows nothing of how drafts were drawn.
+only; the token after them is drawn by inversion over the one row where the sequence stopped, summed by tiles first. q is
+made of the drafter's logits where it is looked at. Same draws as `verify.accept.RejectionStep` with `CounterSource`, up
+to the rounding of a softmax in fp32. Four fixed launches, no host reads. Called by the engine's GPU path; knows nothing
+of how drafts were drawn.
 
-Letters in shapes as in `kernels.accept`; D decoding sequences, d drafts of each.
+Letters in shapes as in `kernels.accept`; D decoding sequences, d drafts of each, Vd columns of the drafter.
 """
 
 import torch
@@ -16,29 +17,29 @@ from torch import Tensor
 from slipstream.kernels.accept import IS_INVALID, NUM_ACCEPTED, TOKENS, WIDTH, tile_size
 from slipstream.kernels.noise import uniform
 from slipstream.ops.noise import Purpose
+from slipstream.ops.reject import DraftLaw
 from slipstream.plan import NUM_VERDICT_COLUMNS
 
 _ACCEPT, _RESIDUAL = tl.constexpr(int(Purpose.ACCEPT)), tl.constexpr(int(Purpose.RESIDUAL))
 _INF = tl.constexpr(float("inf"))
+_VARYING = ["num_outputs", "drafts_stride", "result_stride", "num_sums", "num_sequences", "peak_stride"]
 
 
 def accept_rejection(
     logits: Tensor, num_token_ids: int, *, output_sequence: Tensor, output_offset: Tensor, cu_outputs: Tensor,
-    widths: Tensor, emits: Tensor, drafts: Tensor, draft_prob: Tensor | None, slots: Tensor, num_given: Tensor,
+    widths: Tensor, emits: Tensor, drafts: Tensor, draft_law: DraftLaw | None, slots: Tensor, num_given: Tensor,
     context: Tensor, temperature: Tensor, seed: Tensor, result: Tensor, is_filtered: bool = False,
 ) -> None:  # fmt: skip
     """Fill `result` as `accept_coupled` does, under rejection; the arguments are those of `accept_coupled`, and
 
-    draft_prob [D, d, V] fp32, dense: what each draft was drawn from; None: every draft was certain. Read for drafts
-    within the widths only, so D may be smaller than B.
+    draft_law, of D sequences and d drafts: what drafts were drawn from, where the sequence's temperature is above 0; None:
+    every draft was certain. Read for drafts within the widths only, so D may be smaller than B.
     """
     device, num_sequences, num_outputs = logits.device, len(widths), logits.shape[0]
     num_drafts = result.shape[1] - NUM_VERDICT_COLUMNS - 1
     assert logits.stride(1) == 1 and drafts.shape[1] >= num_drafts, (logits.stride(), drafts.shape, result.shape)
-    prob_strides = (0, 0)
-    if draft_prob is not None:
-        assert draft_prob.stride(2) == 1, draft_prob.stride()
-        prob_strides = (draft_prob.stride(0), draft_prob.stride(1))
+    law = _arguments(draft_law, num_token_ids)
+    kinds = {"IS_CERTAIN": draft_law is None, "IS_MAPPED": draft_law is not None and draft_law.token_ids is not None}
     block, sum_block = tile_size(num_outputs, num_token_ids), tile_size(num_sequences, num_token_ids)
     num_tiles, num_sums = triton.cdiv(num_token_ids, block), triton.cdiv(num_token_ids, sum_block)
     peaks = torch.empty(num_outputs, num_tiles, device=device)
@@ -53,20 +54,51 @@ def accept_rejection(
         )  # fmt: skip
     _judge[(num_sequences,)](
         peaks, masses, ids, num_tiles, num_outputs, num_token_ids, logits, logits.stride(0), cu_outputs, widths, emits,
-        drafts, drafts.stride(0), draft_prob, *prob_strides, num_drafts, slots, num_given, context, temperature, seed,
+        drafts, drafts.stride(0), *law, num_drafts, slots, num_given, context, temperature, seed,
         result, result.stride(0), stopped, best,
-        IS_FILTERED=is_filtered, IS_CERTAIN=draft_prob is None,
+        IS_FILTERED=is_filtered, **kinds,
         PLACES=triton.next_power_of_2(num_drafts + 1), TILES=triton.next_power_of_2(num_tiles),
     )  # fmt: skip
     where = (
         logits, logits.stride(0), num_token_ids, num_outputs, cu_outputs, widths, emits, drafts, drafts.stride(0),
-        draft_prob, *prob_strides, slots, temperature, result, result.stride(0), stopped, sums, num_sums, num_sequences,
+        *law, slots, temperature, result, result.stride(0), stopped, sums, num_sums, num_sequences,
     )  # fmt: skip
-    flags = {"IS_FILTERED": is_filtered, "IS_CERTAIN": draft_prob is None, "BLOCK": sum_block}
+    flags = {"IS_FILTERED": is_filtered, "BLOCK": sum_block, **kinds}
     _sum_tiles[(num_sums, num_sequences)](*where, **flags)
     _draw_following[(num_sequences,)](
         *where, best, seed, num_given, context, SUMS=triton.next_power_of_2(num_sums), **flags
     )  # fmt: skip
+
+
+def _arguments(law: DraftLaw | None, num_token_ids: int) -> tuple[Tensor | int | None, ...]:
+    """Logits with two strides, peaks and masses [D, d] with one, and the column of every token id, -1 where it has none."""
+    if law is None:
+        return None, 0, 0, None, None, 0, None
+    assert law.logits.stride(2) == 1, law.logits.stride()
+    assert law.peak.is_contiguous() and law.mass.is_contiguous(), (law.peak.stride(), law.mass.stride())
+    assert law.peak.dtype == law.mass.dtype == torch.float32, law.peak.dtype
+    columns = None
+    if law.token_ids is not None:
+        columns = torch.full((num_token_ids,), -1, dtype=torch.int32, device=law.logits.device)
+        columns[law.token_ids] = torch.arange(len(law.token_ids), dtype=torch.int32, device=law.logits.device)
+    return law.logits, law.logits.stride(0), law.logits.stride(1), law.peak, law.mass, law.peak.stride(0), columns
+
+
+@triton.jit
+def _draft_prob(
+    logits, sequence_stride, place_stride, peaks, masses, peak_stride, columns, sequence, place, token_id, heat, mask,
+    IS_MAPPED: tl.constexpr,
+):  # fmt: skip
+    """q of token ids at places of one sequence, fp32; 0 where masked, and where the drafter has no such token."""
+    column = token_id
+    if IS_MAPPED:
+        column = tl.load(columns + token_id, mask=mask, other=-1)
+        mask = mask & (column >= 0)
+    row = logits + sequence * sequence_stride + place * place_stride
+    x = tl.load(row + column, mask=mask, other=-_INF).to(tl.float32)
+    at = sequence * peak_stride + place + token_id * 0
+    peak, mass = tl.load(peaks + at, mask=mask, other=0.0), tl.load(masses + at, mask=mask, other=1.0)
+    return tl.where(mask, tl.exp((x - peak) / heat) / mass, 0.0)
 
 
 @triton.jit
@@ -102,12 +134,16 @@ def _row_stats(
         tl.store(ids + place, tile * BLOCK + best)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_outputs", "drafts_stride", "num_drafts", "result_stride"])
+@triton.jit(
+    do_not_specialize=["num_tiles", "num_outputs", "drafts_stride", "num_drafts", "result_stride", "peak_stride"]
+)
 def _judge(
     peaks, masses, ids, num_tiles, num_outputs, num_token_ids, logits, row_stride, cu_outputs, widths, emits,
-    drafts, drafts_stride, draft_prob, prob_stride, prob_place_stride, num_drafts, slots, num_given, context,
+    drafts, drafts_stride,
+    law_logits, law_stride, law_place_stride, law_peaks, law_masses, peak_stride, columns,
+    num_drafts, slots, num_given, context,
     temperature, seed, result, result_stride, stopped, best,
-    IS_FILTERED: tl.constexpr, IS_CERTAIN: tl.constexpr, PLACES: tl.constexpr, TILES: tl.constexpr,
+    IS_FILTERED: tl.constexpr, IS_CERTAIN: tl.constexpr, IS_MAPPED: tl.constexpr, PLACES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One program: one sequence; how many drafts stand, and what is known of the row behind them."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -133,8 +169,12 @@ def _judge(
         target_prob = _shifted_exp(x, top, heat, IS_FILTERED) / mass
     ratio = target_prob
     if not IS_CERTAIN:
-        of_draft = draft_prob + sequence * prob_stride + place * prob_place_stride + draft
-        prob = tl.load(of_draft, mask=is_draft, other=0.0)
+        prob = (draft >= 0).to(tl.float32)  # greedy: certain
+        if heat > 0:
+            prob = _draft_prob(
+                law_logits, law_stride, law_place_stride, law_peaks, law_masses, peak_stride, columns, sequence,
+                place.to(tl.int64), draft, heat, is_draft, IS_MAPPED,
+            )  # fmt: skip
         ratio = tl.where(prob > 0, target_prob / tl.where(prob > 0, prob, 1.0), 0.0)
     anchor = tl.load(context + slot) + tl.load(num_given + sequence) - 1
     passes = uniform(tl.load(seed + slot), anchor, place, _ACCEPT) < tl.minimum(ratio, 1.0).to(tl.float64)
@@ -155,8 +195,8 @@ def _judge(
 @triton.jit
 def _stopped_row(
     tile, sequence, logits, row_stride, num_token_ids, num_outputs, cu_outputs, widths, drafts, drafts_stride,
-    draft_prob, prob_stride, prob_place_stride, heat, num_accepted, stopped,
-    IS_FILTERED: tl.constexpr, IS_CERTAIN: tl.constexpr, BLOCK: tl.constexpr,
+    law_logits, law_stride, law_place_stride, law_peaks, law_masses, peak_stride, columns, heat, num_accepted, stopped,
+    IS_FILTERED: tl.constexpr, IS_CERTAIN: tl.constexpr, IS_MAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """p and max(p - q, 0) of one tile of the row behind the accepted drafts, float64; q is 0 if no draft was refused."""
     token_id = tile * BLOCK + tl.arange(0, BLOCK)
@@ -170,16 +210,19 @@ def _stopped_row(
         draft = tl.load(drafts + sequence * drafts_stride + num_accepted, mask=is_refused, other=-1)
         q = (token_id == draft).to(tl.float32)
     else:
-        at = draft_prob + sequence * prob_stride + num_accepted * prob_place_stride + token_id
-        q = tl.load(at, mask=is_known & is_refused, other=0.0)
+        q = _draft_prob(
+            law_logits, law_stride, law_place_stride, law_peaks, law_masses, peak_stride, columns, sequence,
+            num_accepted, token_id, heat, is_known & is_refused, IS_MAPPED,
+        )  # fmt: skip
     return p.to(tl.float64), tl.maximum(p - q, 0.0).to(tl.float64)
 
 
-@triton.jit(do_not_specialize=["num_outputs", "drafts_stride", "result_stride", "num_sums", "num_sequences"])
+@triton.jit(do_not_specialize=_VARYING)
 def _sum_tiles(
     logits, row_stride, num_token_ids, num_outputs, cu_outputs, widths, emits, drafts, drafts_stride,
-    draft_prob, prob_stride, prob_place_stride, slots, temperature, result, result_stride, stopped, sums, num_sums,
-    num_sequences, IS_FILTERED: tl.constexpr, IS_CERTAIN: tl.constexpr, BLOCK: tl.constexpr,
+    law_logits, law_stride, law_place_stride, law_peaks, law_masses, peak_stride, columns,
+    slots, temperature, result, result_stride, stopped, sums, num_sums,
+    num_sequences, IS_FILTERED: tl.constexpr, IS_CERTAIN: tl.constexpr, IS_MAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of the row where one sequence stopped. Greedy sequences need no sums."""
     tile, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -188,19 +231,21 @@ def _sum_tiles(
         num_accepted = tl.load(result + sequence * result_stride + NUM_ACCEPTED).to(tl.int64)
         p, residual = _stopped_row(
             tile, sequence, logits, row_stride, num_token_ids, num_outputs, cu_outputs, widths, drafts, drafts_stride,
-            draft_prob, prob_stride, prob_place_stride, heat, num_accepted, stopped, IS_FILTERED, IS_CERTAIN, BLOCK,
+            law_logits, law_stride, law_place_stride, law_peaks, law_masses, peak_stride, columns,
+            heat, num_accepted, stopped, IS_FILTERED, IS_CERTAIN, IS_MAPPED, BLOCK,
         )  # fmt: skip
         at = sequence * num_sums + tile
         tl.store(sums + at, tl.sum(p, axis=0))
         tl.store(sums + num_sequences * num_sums + at, tl.sum(residual, axis=0))
 
 
-@triton.jit(do_not_specialize=["num_outputs", "drafts_stride", "result_stride", "num_sums", "num_sequences"])
+@triton.jit(do_not_specialize=_VARYING)
 def _draw_following(
     logits, row_stride, num_token_ids, num_outputs, cu_outputs, widths, emits, drafts, drafts_stride,
-    draft_prob, prob_stride, prob_place_stride, slots, temperature, result, result_stride, stopped, sums, num_sums,
+    law_logits, law_stride, law_place_stride, law_peaks, law_masses, peak_stride, columns,
+    slots, temperature, result, result_stride, stopped, sums, num_sums,
     num_sequences, best, seed, num_given, context,
-    IS_FILTERED: tl.constexpr, IS_CERTAIN: tl.constexpr, BLOCK: tl.constexpr, SUMS: tl.constexpr,
+    IS_FILTERED: tl.constexpr, IS_CERTAIN: tl.constexpr, IS_MAPPED: tl.constexpr, BLOCK: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """One program: the token after the accepted drafts of one sequence."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -225,7 +270,8 @@ def _draw_following(
         before = tl.sum(tl.where(tile < chosen, weight, 0.0), axis=0)
         p, residual = _stopped_row(
             chosen, sequence, logits, row_stride, num_token_ids, num_outputs, cu_outputs, widths, drafts, drafts_stride,
-            draft_prob, prob_stride, prob_place_stride, heat, num_accepted, stopped, IS_FILTERED, IS_CERTAIN, BLOCK,
+            law_logits, law_stride, law_place_stride, law_peaks, law_masses, peak_stride, columns,
+            heat, num_accepted, stopped, IS_FILTERED, IS_CERTAIN, IS_MAPPED, BLOCK,
         )  # fmt: skip
         inner = tl.where(is_refused, residual, p)
         column = tl.arange(0, BLOCK)

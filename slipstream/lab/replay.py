@@ -27,6 +27,7 @@ from slipstream.draft.base import Draft, Drafter, DraftView, Sampler
 from slipstream.errors import ConfigError
 from slipstream.lab.around import AroundDrafter
 from slipstream.lab.dense import DenseTrace
+from slipstream.ops.reject import DraftLaw
 from slipstream.plan import IS_INVALID, NUM_ACCEPTED, WIDTH, StepPlan
 from slipstream.verify.accept import Rule, StepRule, Verdict
 
@@ -152,17 +153,14 @@ class ReplayedStep:
     def reading_temperature(self, count: int) -> Tensor:
         return self.inner.reading_temperature(count)
 
-    def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, DraftLaw | None]:
         return self.inner.draw(logits, offset, token_ids)
 
-    def certain(self, token_ids: Tensor) -> Tensor | None:
-        return self.inner.certain(token_ids)
-
     def judge(
-        self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_prob: Tensor | None, shape: VerifyShape
+        self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_law: DraftLaw | None, shape: VerifyShape
     ) -> Verdict:
         """The target's tokens of all verified rows stand in the verdict, so any number of them can be emitted."""
-        verdict = self.inner.judge(batch, logits, drafts, draft_prob, shape)
+        verdict = self.inner.judge(batch, logits, drafts, draft_law, shape)
         result = verdict.result
         runs = self.rows.runs[self.rows.at(self.loaded.slots[: len(result)])]
         result[:, NUM_ACCEPTED].copy_(torch.minimum(result[:, WIDTH], runs))

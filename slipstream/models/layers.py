@@ -143,19 +143,33 @@ _SCALINGS: Mapping[str, Callable[[RopeSpec, int, Tensor], Tensor]] = {
 }
 
 
+FIRST_POSITIONS = 1 << 17  # rows of a rotary table at first: 64 MiB at a head size of 128
+
+
 class Rotary(nn.Module):
-    """Cosines and sines for every position that a model knows, computed once, always fp32."""
+    """Cosines and sines of positions, always fp32.
+
+    Models claim millions of positions and are served with thousands: the table has the first 131,072 of them until
+    somebody who goes beyond says so (`reach`).
+    """
 
     def __init__(
         self, rope: RopeSpec, head_dim: int, max_position: int, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
         self.rope, self.head_dim, self.max_position = rope, head_dim, max_position
-        self.cos_sin: Tensor  # [max_position, head_dim] fp32: head_dim / 2 cosines, then as many sines
-        self.register_buffer("cos_sin", self._compute().to(device or "cpu"), persistent=False)
+        self.cos_sin: Tensor  # [positions, head_dim] fp32: head_dim / 2 cosines, then as many sines
+        table = self._compute(min(max_position, FIRST_POSITIONS))
+        self.register_buffer("cos_sin", table.to(device or "cpu"), persistent=False)
 
-    def _compute(self) -> Tensor:
-        positions = torch.arange(self.max_position, dtype=torch.float32, device="cpu")
+    def reach(self, num_positions: int) -> None:
+        """Have a row for each of so many positions, as far as the model knows them; an older table stays as it is."""
+        wanted = min(num_positions, self.max_position)
+        if wanted > len(self.cos_sin):
+            self.cos_sin = self._compute(wanted).to(self.cos_sin.device)
+
+    def _compute(self, num_positions: int) -> Tensor:
+        positions = torch.arange(num_positions, dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, inverse_frequencies(self.rope, self.head_dim))
         return torch.cat((angles.cos(), angles.sin()), dim=-1) * self.rope.attention_factor
 
@@ -171,7 +185,7 @@ class Rotary(nn.Module):
         """Follow `.to(device)` but not `.to(dtype)`: positions in the thousands do not survive bf16 tables."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.cos_sin.dtype != torch.float32:
-            self.cos_sin = self._compute().to(self.cos_sin.device)
+            self.cos_sin = self._compute(len(self.cos_sin)).to(self.cos_sin.device)
         return self
 
 

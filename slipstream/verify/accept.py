@@ -1,8 +1,8 @@
 """Which drafts stand and what is emitted: stage `accept`, under one of two rules. The arithmetic is in `ops`.
 
 Coupled: the target's token of every verified row is what plain decoding would emit (Gumbel-max with noise keyed by seed
-and position); drafts stand as long as they equal it. Rejection: speculative rejection sampling against the dense draft
-distribution. A rule is made once for the engine; `begin` makes the step's view of it, which also draws the drafts.
+and position); drafts stand as long as they equal it. Rejection: speculative rejection sampling against all of what a
+draft was drawn from. A rule is made once for the engine; `begin` makes the step's view of it, which also draws the drafts.
 Letters in shapes: B sequences, D of them decode, d drafts, O output rows, V token ids, W + 1 the columns of `emitted`.
 """
 
@@ -16,10 +16,12 @@ from slipstream.device.batch import Batch, pad_outputs
 from slipstream.device.shapes import VerifyShape
 from slipstream.device.state import PlanOnDevice, SlotState
 from slipstream.ops.noise import CounterSource, RandomSource, gumbel
-from slipstream.ops.reject import count_accepted_coupled, draft_sample, reject
+from slipstream.ops.reject import DraftLaw, count_accepted_coupled, draft_sample, reject
 from slipstream.ops.sample import coupled_targets, filter_logits, invalid_rows, probabilities
 from slipstream.ops.shape_logits import Histories, shape_logits
 from slipstream.plan import IS_INVALID, NUM_ACCEPTED, WIDTH, StepPlan
+
+FILTERED_AT_ONCE = 1 << 25  # rows times vocabulary that are filtered together: about 1.3 GB of what is made meanwhile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +77,22 @@ def law_of(logits: Tensor, state: SlotState, asked: Asked, histories: Histories)
 
 
 def filtered(logits: Tensor, state: SlotState, asked: Asked, slots: Tensor, *, deterministic: bool = False) -> Tensor:
-    """logits [O, V] of the slots [O] after temperature and filters. deterministic: see `filter_logits`; nothing is divided."""
+    """logits [O, V] of the slots [O] after temperature and filters. deterministic: see `filter_logits`; nothing is divided.
+
+    Filters take ten times what a row does, so that many rows go through one part after another.
+    """
+    count, at_once = len(logits), max(FILTERED_AT_ONCE // logits.shape[1], 1)
+    if count <= at_once:
+        return _filtered(logits, state, asked, slots, deterministic)
+    wide = logits.dtype if logits.dtype in (torch.float32, torch.float64) else torch.float32
+    law = torch.empty(logits.shape, dtype=wide, device=logits.device)
+    for first in range(0, count, at_once):
+        rows = slice(first, first + at_once)
+        law[rows] = _filtered(logits[rows], state, asked, slots[rows], deterministic)
+    return law
+
+
+def _filtered(logits: Tensor, state: SlotState, asked: Asked, slots: Tensor, deterministic: bool) -> Tensor:
     return filter_logits(
         logits, state.temperature[slots], state.top_k[slots], state.top_p[slots],
         min_p=state.min_p[slots] if asked.any_min_p else None, any_top_k=asked.any_top_k, any_top_p=asked.any_top_p,
@@ -129,14 +146,12 @@ class StepRule(Protocol):
 
     def reading_temperature(self, count: int) -> Tensor: ...
 
-    def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, Tensor | None]: ...
-
-    def certain(self, token_ids: Tensor) -> Tensor | None: ...
+    def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, DraftLaw | None]: ...
 
     def judge(
-        self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_prob: Tensor | None, shape: VerifyShape
+        self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_law: DraftLaw | None, shape: VerifyShape
     ) -> Verdict:
-        """logits [O, V] of the output rows; drafts [D, d], if any, and what `draw` or `certain` gave beside them."""
+        """logits [O, V] of the output rows; drafts [D, d], if any, and what `draw` gave beside them."""
 
 
 class Rule(Protocol):
@@ -179,7 +194,7 @@ class CoupledStep:
     def reading_temperature(self, count: int) -> Tensor:
         return _above_zero(self.view.temperature[:count])
 
-    def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, None]:
         if self.noise is None or not self.sample_drafts:
             columns = logits.argmax(-1)
         else:
@@ -190,11 +205,8 @@ class CoupledStep:
             columns = coupled_targets(logits / _above_zero(temperature)[:, None], temperature, noise)
         return (columns if token_ids is None else token_ids[columns]), None
 
-    def certain(self, token_ids: Tensor) -> None:
-        return None
-
     def judge(
-        self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_prob: Tensor | None, shape: VerifyShape
+        self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_law: DraftLaw | None, shape: VerifyShape
     ) -> Verdict:
         batch, logits = _exact(batch, logits, shape)
         if not len(logits):
@@ -237,19 +249,15 @@ class RejectionStep:
     def reading_temperature(self, count: int) -> Tensor:
         return _above_zero(self.view.temperature[:count])
 
-    def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, DraftLaw | None]:
         count = self.view.num_decode
         return draft_sample(
             logits, self.view.temperature[:count], self.view.seed[:count], self._anchor[:count], offset, self.source,
-            sample=self.sample_drafts, token_ids=token_ids, vocab_size=self.vocab_size,
+            sample=self.sample_drafts, token_ids=token_ids,
         )  # fmt: skip
 
-    def certain(self, token_ids: Tensor) -> Tensor:
-        prob = torch.zeros(*token_ids.shape, self.vocab_size, device=token_ids.device)
-        return prob.scatter_(-1, token_ids[..., None], 1)
-
     def judge(
-        self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_prob: Tensor | None, shape: VerifyShape
+        self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_law: DraftLaw | None, shape: VerifyShape
     ) -> Verdict:
         batch, logits = _exact(batch, logits, shape)
         if not len(logits):
@@ -260,10 +268,8 @@ class RejectionStep:
         target = probabilities(law, self.view.temperature[rows])
         target = pad_outputs(batch, target, self.view.draft_length + 1)
         drafts = _for_all(drafts, num_sequences)
-        no_prob = target.new_zeros(self.view.num_decode, 0, target.shape[-1])
-        prob = no_prob if draft_prob is None else draft_prob
         num_accepted, following = reject(
-            drafts, _for_all(prob, num_sequences), target, batch.widths, self.view.seed, self._anchor, self.source
+            drafts, draft_law, target, batch.widths, self.view.seed, self._anchor, self.source
         )
         emitted = torch.cat([drafts, drafts.new_zeros(num_sequences, 1)], dim=1)
         emitted = emitted.scatter(1, num_accepted[:, None], following[:, None])

@@ -1,8 +1,7 @@
 """Stage `accept` in Triton, under either rule, over padded rows. `CoupledRule` and `RejectionRule` are the references.
 
 Coupled acceptance goes by device values and shapes alone, penalties and edits included, so it can be captured. Rejection
-takes the distributions that the draft was drawn from, which are new tensors in every step, and is launched as it is.
-Filters are torch's.
+takes what the draft was drawn from, new tensors in every step, and is launched as it is. Filters are torch's.
 """
 
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from slipstream.kernels.accept import accept_coupled, deterministic_tile_size
 from slipstream.kernels.reject import accept_rejection
 from slipstream.kernels.shape_logits import Shaper, shape_logits
 from slipstream.ops.noise import CounterSource, gumbel
+from slipstream.ops.reject import DraftLaw
 from slipstream.ops.sample import coupled_targets
 from slipstream.plan import StepPlan
 from slipstream.verify.accept import Asked, RejectionStep, Verdict, filtered, view_sampling
@@ -71,11 +71,8 @@ class FusedCoupledStep:
         columns = coupled_targets(scaled, temperature, noise[:, : logits.shape[1]])
         return (columns if token_ids is None else token_ids[columns]), None
 
-    def certain(self, token_ids: Tensor) -> None:
-        return None
-
     def judge(
-        self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_prob: Tensor | None, shape: VerifyShape
+        self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_law: DraftLaw | None, shape: VerifyShape
     ) -> Verdict:
         """Where filters are applied, logits come to the kernel divided by the temperature; if deterministic they come as
         they do where nobody filters, and scores are rounded as there."""
@@ -109,19 +106,16 @@ class FusedRejectionStep(RejectionStep):
     buffers: StepBuffers
     shaper: Shaper
 
-    def certain(self, token_ids: Tensor) -> None:  # type: ignore[override]
-        """No distribution means certainty to the kernel."""
-        return None
-
     def judge(
-        self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_prob: Tensor | None, shape: VerifyShape
+        self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_law: DraftLaw | None, shape: VerifyShape
     ) -> Verdict:
         assert isinstance(batch, TiledBatch)
         view, changes = self.view, shape.filtered or shape.shaped
         if changes:
             logits = _shaped(self.shaper, batch, logits, view.state, self.buffers, self.vocab_size, shape)
             logits = filtered(logits, view.state, view.asked, batch.output_slots)
-        accept = partial(accept_rejection, draft_prob=draft_prob, is_filtered=changes)
+        law = draft_law if self.sample_drafts else None  # what was taken is certain
+        accept = partial(accept_rejection, draft_law=law, is_filtered=changes)
         return _judge(accept, batch, logits, self.vocab_size, view.state, self.buffers, shape)
 
 

@@ -20,6 +20,7 @@ from slipstream.draft.base import Draft, DraftView, Sampler
 from slipstream.engine import Engine
 from slipstream.llm import LLM
 from slipstream.load import Models
+from slipstream.ops.reject import DraftLaw
 from slipstream.plan import Decision, StepPlan, StepResult
 from slipstream.testing import tiny_models, tiny_spec
 
@@ -97,18 +98,18 @@ class ScriptedDrafter:
         self.engine: Engine | None = None  # set by `make_llm`
 
     def propose(self, view: DraftView, num_drafts: int, sampler: Sampler, signal: str) -> Draft:
-        drafts, probs = [], []
+        drafts, laws = [], []
         first = self.engine.state.token_ids[view.slots, 0].long()
         for j in range(num_drafts):
             position = view.context + 1 + j
             token = self._known[first, position]
             token = torch.where(self._wrong(position), (token + 1) % VOCAB, token)
             logits = torch.zeros(len(token), VOCAB).scatter_(1, token[:, None], 50.0)
-            drawn, prob = sampler.draw(logits, j, None)
+            drawn, law = sampler.draw(logits, j, None)
             drafts.append(drawn)
-            probs += [] if prob is None else [prob]
+            laws += [] if law is None else [law]
         confidence = self.confidence(view, num_drafts).float()
-        return Draft(torch.stack(drafts, 1), confidence, torch.stack(probs, 1) if probs else None)
+        return Draft(torch.stack(drafts, 1), confidence, DraftLaw.join(laws) if laws else None)
 
     def absorb(self, features: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
         raise AssertionError("a drafter without taps absorbs nothing")

@@ -30,7 +30,7 @@ from slipstream.lab.verify_exact_options import ExactOptions
 from slipstream.load import Models
 from slipstream.models.layers import DenseAttend
 from slipstream.ops.noise import CounterSource, Purpose, gumbel
-from slipstream.ops.reject import draft_sample, reject
+from slipstream.ops.reject import DraftLaw, draft_sample, reject
 from slipstream.plan import Decision, DraftReport, StepPlan
 from slipstream.testing import tiny_models, tiny_spec
 from slipstream.verify import accept
@@ -58,16 +58,16 @@ class NearTarget:
     def propose(self, view: DraftView, num_drafts: int, sampler: Sampler, signal: str) -> Draft:
         history = view.history[view.slots].tolist()
         known = [tuple(row[: length + 1]) for row, length in zip(history, view.context.tolist(), strict=True)]
-        drafts, signals, probs = [], [], []
+        drafts, signals, laws = [], [], []
         for j in range(num_drafts):
             logits = SURE * self._logits(known)
-            drawn, prob = sampler.draw(logits, j, None)
+            drawn, law = sampler.draw(logits, j, None)
             own = logits.softmax(-1)
             drafts.append(drawn)
             signals.append(self._signal(signal, own, drawn, j))
-            probs += [] if prob is None else [prob]
+            laws += [] if law is None else [law]
             known = [(*tokens, token) for tokens, token in zip(known, drawn.tolist(), strict=True)]
-        return Draft(torch.stack(drafts, 1), torch.stack(signals, 1), torch.stack(probs, 1) if probs else None)
+        return Draft(torch.stack(drafts, 1), torch.stack(signals, 1), DraftLaw.join(laws) if laws else None)
 
     def _signal(self, name: str, prob: Tensor, drawn: Tensor, offset: int) -> Tensor:
         """A head may look at the drafts before; this one makes much of the first."""
@@ -112,10 +112,12 @@ def near_target() -> NearTarget:
 # ---------------------------------------------------------------------------------------------------- rules and noise
 
 
-def one_hot_residual(drafts: Tensor, probs: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def one_hot_residual(drafts: Tensor, law: DraftLaw | None, *rest: Any) -> tuple[Tensor, Tensor]:
     """Accepts by p / q, but draws the replacement as if the draft had been certain."""
-    own = probs.gather(2, drafts[..., None]).reshape(-1)
-    source = rest[-1]
+    own = torch.ones(drafts.shape)
+    if law is not None:
+        own[: len(law.logits)] = law.of(drafts[: len(law.logits)])
+    own, source = own.reshape(-1), rest[-1]
 
     class AcceptByRatio:
         categorical = staticmethod(source.categorical)
@@ -124,21 +126,20 @@ def one_hot_residual(drafts: Tensor, probs: Tensor, *rest: Any) -> tuple[Tensor,
         def bernoulli(prob: Tensor, *name: Any) -> Tensor:
             return source.bernoulli((prob / own).clamp(max=1), *name)  # the op divided by 1
 
-    one_hot = torch.zeros_like(probs).scatter_(2, drafts[..., None], 1)
-    return reject(drafts, one_hot, *rest[:-1], AcceptByRatio())
+    return reject(drafts, None, *rest[:-1], AcceptByRatio())
 
 
-def scored_at_another_temperature(*given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def scored_at_another_temperature(*given: Any, **options: Any) -> tuple[Tensor, DraftLaw]:
     """Draws at the request's temperature, and reports the probabilities of twice that."""
-    tokens, probs = draft_sample(*given, **options)
-    flat = probs.sqrt()
-    return tokens, flat / flat.sum(-1, keepdim=True)
+    tokens, _ = draft_sample(*given, **options)
+    _, flat = draft_sample(given[0] / 2, *given[1:], **options)
+    return tokens, flat
 
 
-def argmax_scored_as_drawn(logits: Tensor, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def argmax_scored_as_drawn(logits: Tensor, *given: Any, **options: Any) -> tuple[Tensor, DraftLaw]:
     """Drafts the likeliest token, and reports the distribution that it was not drawn from."""
-    _, probs = draft_sample(logits, *given, **options)
-    return probs.argmax(-1), probs
+    _, law = draft_sample(logits, *given, **options)
+    return logits.argmax(-1), law
 
 
 class OnePurpose(CounterSource):

@@ -17,9 +17,10 @@ from slipstream.errors import ConfigError
 from slipstream.llm import LLM
 from slipstream.load import Models, load_models
 from slipstream.models.layers import DenseAttend
+from slipstream.ops.reject import reject
 from slipstream.rehearse import time_step
 from slipstream.testing import assert_nothing_left, tiny_models, tiny_spec
-from slipstream.verify.accept import RejectionStep
+from slipstream.verify import accept
 from tests.e2e.engines import (
     SPECULATING,
     VOCAB,
@@ -32,6 +33,7 @@ from tests.e2e.engines import (
 )
 from tests.e2e.test_step_order import guarded
 from tests.lossless.harness import NearTies, judge, run
+from tests.lossless.laws import law_from
 from tests.ops.test_lookup import by_definition
 
 MODES = pytest.mark.parametrize("mode", SPECULATING)
@@ -200,16 +202,13 @@ def test_a_broken_row_teaches_nothing():
 
 @MODES
 def test_rejection_with_greedy_requests_gives_the_plain_text(mode):
-    """Beside sampled ones; every draft comes with its one-hot law, and is the same for both kinds of requests."""
+    """Beside sampled ones; every draft is certain, and is the same for both kinds of requests."""
     params = [greedy(20, temperature=float(i % 2), seed=i) for i in range(len(PROMPTS))]
     llm = make(mode, acceptance="rejection")
     spy = Spy(llm)
     answers = ids(llm.generate(PROMPTS, params))
     assert answers[::2] == plain_answers(PROMPTS, greedy(20))[::2]
-    for step in spy.steps:
-        if step.draft is not None:
-            one_hot = torch.nn.functional.one_hot(step.draft.token_ids, VOCAB).float()
-            torch.testing.assert_close(step.draft.prob, one_hot)
+    assert all(step.draft is None or step.draft.law is None for step in spy.steps)
 
 
 PROMPT = [*range(VOCAB)]  # whatever follows has been there
@@ -262,7 +261,12 @@ def test_rejection_keeps_the_targets_law(mode):
 
 def test_a_law_that_the_drafts_were_not_drawn_from_is_seen(monkeypatch):
     """Drafts passed off as drawn evenly are accepted too often: the check above would fail."""
-    monkeypatch.setattr(RejectionStep, "certain", lambda self, drafts: torch.full((*drafts.shape, VOCAB), 1 / VOCAB))
+
+    def uncertain(drafts, law, *rest):
+        assert law is None
+        return reject(drafts, law_from(torch.full((*drafts.shape, VOCAB), 1 / VOCAB)), *rest)
+
+    monkeypatch.setattr(accept, "reject", uncertain)
     assert surplus("static") > 0
 
 

@@ -25,6 +25,7 @@ from tests.e2e.engines import (
     plain_answers,
     prompts_of,
 )
+from tests.lossless.laws import dense
 
 MODES = pytest.mark.parametrize("mode", SPECULATING)
 PROMPTS = prompts_of(5, 9, 7, 3)
@@ -101,12 +102,13 @@ def test_greedy_and_sampled_requests_side_by_side(mode):
     assert answers[1] != plain[1]
     for step in spy.steps:
         if step.draft is not None:
-            prob = step.draft.prob
+            drafts = step.draft.token_ids
+            prob = dense(step.draft.law, drafts, VOCAB)
             torch.testing.assert_close(prob.sum(-1), torch.ones(prob.shape[:2]))
             cold = torch.as_tensor(~step.plan.sampled_np[: step.plan.num_decode])
             assert (prob[cold].amax(-1) == 1).all()  # a draft that was not drawn has a one-hot law
-            drawn = prob.gather(2, step.draft.token_ids[..., None])
-            assert (drawn > 0).all()
+            torch.testing.assert_close(prob.gather(2, drafts[..., None])[..., 0], step.draft.law.of(drafts))
+            assert (step.draft.law.of(drafts) > 0).all()
 
 
 @MODES

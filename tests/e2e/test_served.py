@@ -12,6 +12,7 @@ from slipstream.llm import LLM
 from slipstream.load import Models
 from slipstream.testing import assert_nothing_left, tiny_models, tiny_spec, tiny_tokenizer
 from tests.e2e.engines import Spy, greedy, make_llm, prompts_of
+from tests.lossless.laws import dense
 
 MODES = pytest.mark.parametrize("mode", ["static", "lag-budget"])
 PROMPTS = prompts_of(5, 17, 9)
@@ -105,10 +106,12 @@ def test_rejection_keeps_to_the_vocabulary(mode, name):
     assert {token for answer in answers for token in answer.token_ids} <= set(range(20))
     for step in spy.steps:
         if step.draft is not None:
-            assert step.draft.prob.shape[-1] == 20
-            if name == "reduced draft vocabulary":
+            reduced = name == "reduced draft vocabulary"
+            assert step.draft.law.logits.shape[-1] == (len(REDUCED) if reduced else 20)
+            prob = dense(step.draft.law, step.draft.token_ids, 20)
+            if reduced:
                 others = [token for token in range(20) if token not in REDUCED.tolist()]
-                assert not step.draft.prob[..., others].any()
+                assert not prob[..., others].any()
 
 
 @pytest.mark.parametrize("name", ["reduced draft vocabulary", "padded vocabulary", "windows"])
@@ -122,5 +125,6 @@ def test_signals_are_probabilities_of_the_draft(signal, name):
     drafted = [step.draft for step in spy.steps if step.draft is not None]
     assert drafted
     for draft in drafted:
-        best, drawn = draft.prob.amax(-1), draft.prob.gather(-1, draft.token_ids[..., None])[..., 0]
+        prob = dense(draft.law, draft.token_ids, 20)
+        best, drawn = prob.amax(-1), prob.gather(-1, draft.token_ids[..., None])[..., 0]
         torch.testing.assert_close(draft.signal, best if signal == "peak" else drawn, atol=1e-5, rtol=1e-5)

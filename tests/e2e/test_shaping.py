@@ -249,6 +249,28 @@ def test_fault_22_chunks_of_the_prompt_change_nothing(budget):
     assert ids(llm.generate(prompts, params)) == plain_answers(prompts, params)
 
 
+@RULES
+def test_rows_that_are_filtered_in_parts_give_the_same(acceptance, monkeypatch):
+    """So does a step of so many rows that they would take too much memory together."""
+    prompts, filters = prompts_of(9, 6, 11, 4), {"top_p": 0.8, "top_k": 7, "min_p": 0.01, "logit_bias": {4: 1.0}}
+    params = [greedy(12, temperature=1.0, seed=i, **PENALTIES, **filters) for i in range(4)]
+    sizes, answers, inner = {}, {}, accept.filter_logits
+    for at_once in (accept.FILTERED_AT_ONCE, 3 * VOCAB):
+        monkeypatch.setattr(accept, "FILTERED_AT_ONCE", at_once)
+        found = sizes[at_once] = []
+
+        def counted(logits, *args, found=found, **options):
+            found.append(len(logits))
+            return inner(logits, *args, **options)
+
+        monkeypatch.setattr(accept, "filter_logits", counted)
+        llm = make_llm("static", models=models_with("dspark"), acceptance=acceptance, num_drafts=3)
+        answers[at_once] = ids(llm.generate(prompts, params))
+    whole, parts = sizes.values()
+    assert len({str(each) for each in answers.values()}) == 1
+    assert max(parts) == 3 < max(whole) and sum(parts) == sum(whole)
+
+
 def test_a_batch_that_asks_for_nothing_shapes_nothing(monkeypatch):
     """The op is not called, and steps are marked neither as shaped nor as filtered: they keep their graphs."""
     monkeypatch.setattr(accept, "shape_logits", None)

@@ -5,7 +5,7 @@ import torch
 
 from slipstream.ops.noise import CounterSource, Purpose, gumbel, philox
 from slipstream.ops.rank import rank
-from slipstream.ops.reject import draft_sample, reject
+from slipstream.ops.reject import DraftLaw, draft_sample, reject
 from slipstream.ops.sample import coupled_targets, filter_logits
 
 pytestmark = pytest.mark.gpu
@@ -45,9 +45,10 @@ def test_decisions_are_the_same() -> None:
     def step(device: str) -> list[torch.Tensor]:
         seed, source, heat = seeds.to(device), CounterSource(), torch.ones(size, device=device)
         pairs = [draft_sample(logits[j].to(device), heat, seed, seed, j, source) for j in range(num_drafts)]
-        drafts, probs = (torch.stack(x, dim=1) for x in zip(*pairs, strict=True))
+        drafts = torch.stack([drawn for drawn, _ in pairs], dim=1)
+        law = DraftLaw.join([law for _, law in pairs])
         target = (logits + 0.3).mul(0.9).softmax(-1).transpose(0, 1).to(device)
-        verdict = reject(drafts, probs, target, widths.to(device), seed, seed, source)
+        verdict = reject(drafts, law, target, widths.to(device), seed, seed, source)
         uniform = source.bernoulli(heat / 2, seed, seed, seed, Purpose.ACCEPT)
         return [drafts, *verdict, uniform, rank(survival.to(device), widths.to(device), 99)]
 

@@ -27,7 +27,7 @@ VARIANTS = {
     "products": {"_product": 36, "_rms_norm": 2},
     "acceptance": {
         "_row_best": 2, "_verdict": 2, "_apply": 1, "_draw": 2, "_finish": 1, "_confidence": 1,
-        "_row_stats": 1, "_judge": 1, "_sum_tiles": 1, "_draw_following": 1,
+        "_row_stats": 1, "_judge": 3, "_sum_tiles": 3, "_draw_following": 3,  # drafts: certain, of all ids, of some
     },
     "shaping": {"_clear": 1, "_count": 1, "_shaped_row_best": 2, "_verdict": 2, "_shape": 1},
     "deterministic": {
@@ -185,6 +185,7 @@ def acceptance() -> None:
     """Coupled acceptance, a DSpark draft and rejection over SmolLM2's vocabulary."""
     from slipstream.kernels import accept, draft
     from slipstream.kernels.reject import accept_rejection
+    from slipstream.ops.reject import DraftLaw
 
     vocabulary, num_drafts, rank = 49152, 7, 64
     context, floats, token_ids = torch.zeros(34, dtype=torch.int64), torch.zeros(34), torch.zeros(34, 301).int()
@@ -206,7 +207,12 @@ def acceptance() -> None:
             drafts=drafts, prob=prob, previous=drafts, workspace=draft.draft_workspace(n, num_drafts, "cpu"),
         )  # fmt: skip
         draft.confidence(bf16(n, num_drafts, 576), drafts, w1, bf16(576 + rank), bf16(1), prob)
-    accept_rejection(logits, vocabulary - 3, **step, **slot_state, draft_prob=None)
+    accept_rejection(logits, vocabulary - 3, **step, **slot_state, draft_law=None)
+    for known in (vocabulary - 3, 300):  # all ids, a reduced vocabulary
+        numbers, ids = torch.zeros(n, num_drafts), None if known > 300 else torch.arange(300)
+        drafted = bf16(n, num_drafts, vocabulary)[..., :known]
+        law = DraftLaw(drafted, numbers, numbers, torch.zeros(n), torch.ones(n, dtype=torch.bool), ids)
+        accept_rejection(logits, vocabulary - 3, **step, **slot_state, draft_law=law)
 
 
 def shaping() -> None:

@@ -8,10 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slipstream.config import MODES, SamplingParams, SpeculativeConfig
+from slipstream import build
+from slipstream.config import MODES, EngineConfig, SamplingParams, SpeculativeConfig
 from slipstream.decide.policy import make_policy
 from slipstream.draft.ngram import NGramDraft
 from slipstream.llm import LLM
+from slipstream.rehearse import run_largest_steps
+from slipstream.sizes import FEWEST_PAGES
 from slipstream.structured import StructuredOutput
 from slipstream.testing import tiny_models, tiny_spec
 from tests.e2e.grammars import grammars
@@ -40,6 +43,20 @@ def check(device: str, mode: str, params: list[SamplingParams], algorithm: str =
         return
     outcome, found = judge(tiny_models(spec=SPEC), mode, PROMPTS, params, plain, other)
     assert outcome == "equal", found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_the_largest_steps_run_on_one_page(device: str, acceptance: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a KV pool is sized by: see tests/e2e/test_largest_steps.py."""
+    monkeypatch.setattr(build, "size_pool", lambda *args, **options: FEWEST_PAGES)
+    models = on(device, tiny_models("dspark", spec=SPEC))
+    speculative = SpeculativeConfig.for_mode(
+        "static", draft_model="tiny", num_speculative_tokens=3, acceptance=acceptance
+    )
+    sizes = {"max_num_seqs": 2, "max_model_len": 32, "max_num_batched_tokens": 8, "backend": "triton"}
+    engine = build.build_engine(models, speculative, EngineConfig(**sizes), [])  # type: ignore[arg-type]
+    assert [plan.num_given for plan in run_largest_steps(engine)] == [2, 8]
 
 
 # Interpreted, a test takes 10 to 30 seconds: `make test` keeps the one that goes through most kernels.

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from slipstream.config import SamplingParams
 from slipstream.ops.noise import Purpose, RandomSource
-from slipstream.ops.reject import draft_sample, reject
+from slipstream.ops.reject import DraftLaw, draft_sample, reject
 from slipstream.ops.sample import filter_logits, probabilities
 from slipstream.ops.shape_logits import Histories, shape_logits
 from tests.lossless.shaping import asked_by, plain_law
@@ -58,10 +58,10 @@ class Toy:
         return len(self.target)
 
     @property
-    def draft_ids(self) -> tuple[int, ...]:
-        """Ids that may be drafted."""
+    def draft_columns(self) -> tuple[int, ...]:
+        """Columns of the drafter that may be drawn."""
         columns = torch.arange(self.drafter.shape[1]) if self.sample_drafts else self.drafter.argmax(-1).unique()
-        return tuple((columns if self.token_ids is None else self.token_ids[columns]).tolist())
+        return tuple(columns.tolist())
 
     def target_law(self) -> Tensor:
         """[2, V, V] what each sequence is sampled from after each last token, by the engine's own ops."""
@@ -155,9 +155,9 @@ _ONE = torch.tensor(1, dtype=torch.int8)
 
 
 @cache
-def _all_choices(vocab_size: int, draft_ids: tuple[int, ...], num_drafts: int) -> dict[Purpose, Tensor]:
+def _all_choices(vocab_size: int, draft_columns: tuple[int, ...], num_drafts: int) -> dict[Purpose, Tensor]:
     """[R, number of names] the outcome that each row assigns to each name of a step, for every purpose."""
-    own = list(itertools.product(*[draft_ids] * num_drafts, *[(0, 1)] * num_drafts, range(vocab_size)))
+    own = list(itertools.product(*[draft_columns] * num_drafts, *[(0, 1)] * num_drafts, range(vocab_size)))
     rows = torch.tensor(list(itertools.product(own, repeat=2))).view(-1, 2 * num_drafts + 1)
     split = rows.split([num_drafts, num_drafts, 1], dim=1)
     return dict(zip((Purpose.DRAFT, Purpose.ACCEPT, Purpose.RESIDUAL), split, strict=True))
@@ -167,7 +167,7 @@ class WorldSource:
     """Outcomes by name. Row 2 * world + sequence; a row's seed is its index, so that a wrong seed is a wrong name."""
 
     def __init__(self, toy: Toy, num_drafts: int, sequences: tuple[Sequence, Sequence]) -> None:
-        self._choice = _all_choices(toy.vocab_size, toy.draft_ids, num_drafts)
+        self._choice = _all_choices(toy.vocab_size, toy.draft_columns, num_drafts)
         self._sequences = sequences
         self.weight = torch.ones(len(self._choice[Purpose.RESIDUAL]), dtype=F64)
         self._reads = torch.zeros(len(self.weight), len(Purpose), S + 1, S + 1, dtype=torch.int8)
@@ -233,17 +233,17 @@ def simulate(toy: Toy, variant: Variant, sequences: tuple[Sequence, Sequence]) -
     seed, anchor = torch.arange(size), torch.zeros(size, dtype=torch.int64)
     last = torch.tensor([s.last for s in sequences]).repeat(size // 2)
     heat = torch.tensor(toy.temperature, dtype=F64).repeat(size // 2)
-    before, probs = [last], []
+    before, laws = [last], []
     for offset in range(num_drafts):
-        drawn, prob = draft_sample(
+        drawn, law = draft_sample(
             toy.drafter[before[-1]].log(), heat, seed, anchor, offset, draws,
-            sample=toy.sample_drafts, token_ids=toy.token_ids, vocab_size=toy.vocab_size,
+            sample=toy.sample_drafts, token_ids=toy.token_ids,
         )  # fmt: skip
         before.append(drawn)
-        probs.append(prob)
+        laws.append(law)
     context = torch.stack(before, dim=1)  # [R, S + 1]
     drafts = context[:, 1:]
-    kept = torch.stack(probs, dim=1) if probs else torch.zeros(size, 0, toy.vocab_size, dtype=F64)
+    kept = DraftLaw.join(laws) if laws else None
     signal = toy.signal(variant.signal, context[:, :-1], drafts) if num_drafts else torch.zeros(size, 0, dtype=F64)
     widths = _decide(variant, sequences, signal, drafts, toy.vocab_size)
     target = toy.rows(sequences, context)

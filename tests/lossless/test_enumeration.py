@@ -19,9 +19,10 @@ from slipstream.decide.cost import LinearCost, StepCost, TableCost
 from slipstream.decide.survival import SurvivalModel
 from slipstream.ops.noise import Purpose, RandomSource
 from slipstream.ops.rank import rank
-from slipstream.ops.reject import reject
+from slipstream.ops.reject import DraftLaw, reject
 from slipstream.ops.survival import fresh_survival
 from tests.lossless.enumeration import F64, Decide, S, Sequence, Signals, Tally, Toy, Variant, emitted_law, target_joint
+from tests.lossless.laws import law_from
 
 EXACT = 1e-9
 VISIBLE = 1e-4  # the smallest effect of a fault on any one of the joint probabilities; exact variants are at 1e-16
@@ -160,10 +161,10 @@ def test_every_mode_emits_the_target_law(mode: str, toy: str) -> None:
 
 
 def _one_hot_residual(
-    drafts: Tensor, probs: Tensor, target: Tensor, widths: Tensor, seed: Tensor, anchor: Tensor, source: RandomSource
+    drafts: Tensor, law: DraftLaw, target: Tensor, widths: Tensor, seed: Tensor, anchor: Tensor, source: RandomSource
 ) -> tuple[Tensor, Tensor]:
     """Accepts by p / q, but draws the replacement as if the draft had been certain."""
-    own = probs.gather(2, drafts[..., None]).reshape(-1)
+    own = law.of(drafts).reshape(-1)
 
     class AcceptByRatio:
         categorical = staticmethod(source.categorical)
@@ -172,14 +173,14 @@ def _one_hot_residual(
         def bernoulli(prob: Tensor, *name: Tensor) -> Tensor:
             return source.bernoulli((prob / own).clamp(max=1), *name)  # the op divided by 1
 
-    one_hot = torch.zeros_like(probs).scatter_(2, drafts[..., None], 1)
-    return reject(drafts, one_hot, target, widths, seed, anchor, AcceptByRatio())
+    return reject(drafts, None, target, widths, seed, anchor, AcceptByRatio())
 
 
-def _only_drawn(drafts: Tensor, probs: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+def _only_drawn(drafts: Tensor, law: DraftLaw, target: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
     """Keeps the probability of the drawn token and nothing else."""
-    kept = torch.zeros_like(probs).scatter_(2, drafts[..., None], probs.gather(2, drafts[..., None]))
-    return reject(drafts, kept, *rest)
+    kept = torch.zeros(*drafts.shape, target.shape[-1], dtype=target.dtype)
+    kept.scatter_(2, drafts[..., None], law.of(drafts)[..., None])
+    return reject(drafts, law_from(kept), target, *rest)
 
 
 class _DraftsKeyedByPosition:

@@ -7,7 +7,7 @@ that of two sequences that compete for rows is enumerated in test_enumeration.py
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -22,14 +22,15 @@ from slipstream.constraint import Constraint
 from slipstream.decide.controller import Problem, Rule, decide_budget, decide_widths
 from slipstream.decide.cost import LinearCost, StepCost, TableCost
 from slipstream.decide.survival import SurvivalModel
+from slipstream.models.drafters import BlockDrafter
 from slipstream.ops.noise import Purpose
 from slipstream.ops.rank import rank
-from slipstream.ops.reject import draft_sample
+from slipstream.ops.reject import DraftLaw, draft_sample, reject
 from slipstream.ops.shape_logits import Histories
 from slipstream.structured import StructuredOutput
-from slipstream.verify.accept import RejectionStep
+from tests.lossless.laws import law_from
 from tests.lossless.test_enumeration import EXACT, _one_hot_residual, _only_drawn
-from tests.lossless.three_steps import DRAFTERS, Outcomes, S, States, Tally, Walk, Widths, plain_joint
+from tests.lossless.three_steps import DRAFTERS, Outcomes, S, States, Tally, V, Walk, Widths, plain_joint
 
 VISIBLE = 1e-3  # total variation of the joint law; exact variants are at 1e-15
 
@@ -212,6 +213,17 @@ def test_every_drafter_and_mode_emits_the_law_of_plain_decoding(drafter: str, dr
     pytest.fail(f"inconclusive: {walk.tally}")
 
 
+@pytest.mark.parametrize("drafter", ["dflash", "vanilla", "rnn", "reduced"])
+def test_laws_in_bf16_are_exact_as_well(drafter: str) -> None:
+    """Drafts are drawn from the logits that are kept, as they were rounded, Markov bias and all."""
+    base_logits = BlockDrafter.base_logits
+    walk = Walk(drafter, asked("plain"), says(Static(), drafter))
+    with patch.object(BlockDrafter, "base_logits", lambda *given: base_logits(*given).bfloat16()):
+        assert float((walk.law() - plain_joint(asked("plain"))).abs().max()) < EXACT
+    assert walk.tally.accepted and walk.tally.rejected
+    assert walk.law_dtypes == {torch.bfloat16}
+
+
 # ---------------------------------------------------------------------------------------------------------- faults
 
 
@@ -219,26 +231,34 @@ def _in_place_of(name: str, fault: Callable[..., Any]) -> AbstractContextManager
     return patch(f"slipstream.verify.accept.{name}", fault)
 
 
-def _scored_at_another_temperature(logits: Tensor, heat: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def _scored_at_another_temperature(logits: Tensor, heat: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, DraftLaw]:
     drawn, _ = draft_sample(logits, heat, *rest, **options)
-    return drawn, (logits / (2 * heat[:, None])).softmax(-1)
+    return drawn, law_from((logits / (2 * heat[:, None])).softmax(-1)[:, None])
 
 
-def _taken_but_scored_as_drawn(logits: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    drawn, _ = draft_sample(logits, *rest, **{**options, "sample": False})
-    return drawn, logits.softmax(-1)
+def _taken_but_scored_as_drawn(logits: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, DraftLaw]:
+    drawn, law = draft_sample(logits, *rest, **{**options, "sample": False})
+    return drawn, replace(law, is_drawn=torch.ones_like(law.is_drawn))
 
 
-def _scored_in_draft_ids(logits: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def _scored_in_draft_ids(logits: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, DraftLaw]:
     """The columns of a reduced vocabulary stand where they are, not at the ids that they stand for."""
-    drawn, prob = draft_sample(logits, *rest, **options)
-    small = logits.softmax(-1)
-    return drawn, torch.cat([small, torch.zeros_like(prob[:, small.shape[1] :])], dim=1)
+    drawn, _ = draft_sample(logits, *rest, **options)
+    return drawn, law_from(
+        torch.cat([logits.softmax(-1), logits.new_zeros(len(logits), V - logits.shape[1])], dim=1)[:, None]
+    )
 
 
-def _uncertain(self: RejectionStep, token_ids: Tensor) -> Tensor:
+def _scored_unrounded(logits: Tensor, heat: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, DraftLaw]:
+    """Draws from rounded logits (to halves, so that it shows), and keeps those that they were rounded from."""
+    drawn, _ = draft_sample((2 * logits).round() / 2, heat, *rest, **options)
+    return drawn, law_from((logits / heat[:, None]).softmax(-1)[:, None])
+
+
+def _uncertain(drafts: Tensor, law: None, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Look-up scored as if its drafts were drawn evenly from all tokens."""
-    return torch.full((*token_ids.shape, self.vocab_size), 1 / self.vocab_size)
+    assert law is None
+    return reject(drafts, law_from(torch.full((*drafts.shape, V), 1 / V, dtype=target.dtype)), target, *rest)
 
 
 def _sees(num_drafts: int) -> Callable[..., Histories]:
@@ -277,8 +297,9 @@ FAULTS = {
         "rnn", patch=("draft_sample", _scored_at_another_temperature), wish="penalties"
     ),
     "drafts taken, but scored as drawn": Fault("dflash", patch=("draft_sample", _taken_but_scored_as_drawn)),
+    "drawn from rounded logits, scored by others": Fault("vanilla", patch=("draft_sample", _scored_unrounded)),
     "q of a reduced vocabulary in draft ids": Fault("reduced", patch=("draft_sample", _scored_in_draft_ids)),
-    "looked up, but scored as drawn": Fault("ngram", draws="taken", patch=("RejectionStep.certain", _uncertain)),
+    "looked up, but scored as drawn": Fault("ngram", draws="taken", patch=("reject", _uncertain)),
     "one noise for draft, acceptance and residual": Fault("vanilla", outcomes=lambda: Outcomes(_one_noise)),
     "widths from this step's drawn": Fault("rnn", mode=lambda: Adaptive("greedy", _linear(0.7), "drawn")),
     "widths on the hull from this step's drawn": Fault("gated", mode=lambda: Adaptive("hull", _table(0.7), "drawn")),

@@ -43,12 +43,14 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.drafters import BlockDrafter
 from slipstream.models.layers import DenseAttend
 from slipstream.ops.noise import Purpose
+from slipstream.ops.reject import DraftLaw
 from slipstream.plan import NUM_ACCEPTED, NUM_VERDICT_COLUMNS, Admission, Decision, StepPlan
 from slipstream.request import Request
 from slipstream.scheduler import _edits_of
 from slipstream.testing import TableMatcher, tiny_drafter_spec, tiny_spec
 from slipstream.verify.accept import RejectionRule, SamplingView
 from slipstream.verify.target import Target
+from tests.lossless.laws import only_of
 from tests.lossless.shaping import plain_shape
 
 S = 2
@@ -150,6 +152,10 @@ class Outcomes:
         return choice
 
 
+def _laws_of(draft: Draft, rows: Tensor) -> DraftLaw | None:
+    return None if draft.law is None else only_of(draft.law, rows)
+
+
 def _check_weights(weight: Tensor, parents: int) -> None:
     total = weight.view(parents, -1).sum(1)
     assert float((total - 1).abs().max()) < 1e-12, "a draw is missing, or not a law"
@@ -222,8 +228,9 @@ class Walk:
         )  # fmt: skip
         self.rule = RejectionRule(sample_drafts and drafter != "ngram", source=self.outcomes)  # type: ignore[arg-type]
         self.draws = drafter != "ngram"
-        self.draft_ids = (0, 2) if drafter == "reduced" else tuple(range(V))
-        self.num_slots = _most_states(widths.num_stored) * (len(self.draft_ids) ** S if self.draws else 1)
+        self.law_dtypes = set[torch.dtype]()  # of what drafts were drawn from
+        self.draft_columns = (0, 1) if drafter == "reduced" else tuple(range(V))
+        self.num_slots = _most_states(widths.num_stored) * (len(self.draft_columns) ** S if self.draws else 1)
         self._assemble()
 
     def law(self) -> Tensor:
@@ -277,17 +284,18 @@ class Walk:
     def _step(self, step: int, states: States) -> States:
         num_drafts = self.widths.draft_length(step)
         # Draft: a slot for every state and every block that may be drafted.
-        blocks = torch.tensor(list(product(self.draft_ids, repeat=num_drafts if self.draws else 0)))
+        blocks = torch.tensor(list(product(self.draft_columns, repeat=num_drafts if self.draws else 0)))
         parent = torch.arange(len(states.number)).repeat_interleave(len(blocks))
         self._copy_slots(parent)
         count = len(parent)
         self.backend.state.seed[:count] = torch.arange(count)
         self.outcomes.deal({Purpose.DRAFT: blocks.repeat(len(states.number), 1)}, self.backend.state.context[:count])
         draft = self._draft(step, count, num_drafts)
+        self.law_dtypes |= set() if draft.law is None else {draft.law.logits.dtype}
         drafted = self.outcomes.weight
         _check_weights(drafted, len(states.number))
         live = drafted.nonzero()[:, 0]
-        draft = Draft(draft.token_ids[live], draft.signal[live], draft.prob[live])
+        draft = Draft(draft.token_ids[live], draft.signal[live], _laws_of(draft, live))
         parent = parent[live]
         # Verify: the target's rows of each.
         rows = States(*(x[parent] for x in states))
@@ -343,7 +351,7 @@ class Walk:
         known = {each.name: getattr(rule.view, each.name) for each in fields(rule.view)}
         rule = replace(rule, view=_LawIsKnown(**{**known, "seed": torch.arange(len(slots))}))
         repeated = law[cu_outputs[among[batch.output_sequence]] + batch.output_offset]
-        return rule.judge(batch, repeated, draft.token_ids[among], draft.prob[among], shape).result
+        return rule.judge(batch, repeated, draft.token_ids[among], _laws_of(draft, among), shape).result
 
     def _settle(
         self, step: int, result: Tensor, weight: Tensor, number: Tensor, stored: Tensor, slots: Tensor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.decoder import Decoder
-from slipstream.models.layers import DenseAttend, Rotary, inverse_frequencies, prepack_networks
+from slipstream.models.layers import FIRST_POSITIONS, DenseAttend, Rotary, inverse_frequencies, prepack_networks
 from slipstream.models.locate import resolve_target
 from slipstream.models.rope import RopeSpec
 from slipstream.models.spec import FULL, SLIDING, DecoderSpec
@@ -119,6 +119,23 @@ def test_rope_tables_stay_fp32_and_follow_the_module() -> None:
     assert cos.shape == sin.shape == (1, 2, 8)
     angle = 31 * inverse_frequencies(RopeSpec(theta=1e4), 8)
     torch.testing.assert_close(sin[0, 1], torch.cat((-angle.sin(), angle.sin())))
+
+
+def test_rope_tables_grow_with_what_is_served_and_not_with_what_is_claimed() -> None:
+    rope = RopeSpec(theta=1e4)
+    rotary, whole = Rotary(rope, 8, 1 << 22), Rotary(rope, 8, 140_000)
+    assert rotary.cos_sin.shape == (FIRST_POSITIONS, 8)
+    before = rotary.cos_sin
+    rotary.reach(1000)
+    assert rotary.cos_sin is before
+    rotary.reach(140_000)
+    assert rotary.cos_sin.shape == (140_000, 8) and len(before) == FIRST_POSITIONS
+    assert rotary.to(torch.bfloat16).cos_sin.shape == (140_000, 8) and rotary.cos_sin.dtype == torch.float32
+    torch.testing.assert_close(rotary.cos_sin[:FIRST_POSITIONS], before)
+    whole.reach(1 << 20)
+    assert whole.cos_sin.shape == (140_000, 8), "a model knows no positions beyond its own"
+    angle = 139_999 * inverse_frequencies(rope, 8)
+    torch.testing.assert_close(whole.table(torch.tensor([139_999]))[0][0], torch.cat((angle.cos(), angle.cos())))
 
 
 def test_rope_divisors_of_a_gguf_file_equal_llama3() -> None:

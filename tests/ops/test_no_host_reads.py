@@ -9,7 +9,7 @@ from slipstream.ops.allowed import strike
 from slipstream.ops.logprobs import report
 from slipstream.ops.noise import CounterSource, gumbel
 from slipstream.ops.rank import rank
-from slipstream.ops.reject import count_accepted_coupled, draft_sample, reject
+from slipstream.ops.reject import DraftLaw, count_accepted_coupled, draft_sample, reject
 from slipstream.ops.sample import coupled_targets, filter_logits, invalid_rows, probabilities
 from slipstream.ops.shape_logits import Histories, Shaping, shape_logits
 
@@ -48,7 +48,8 @@ def test_a_step_of_every_op_reads_nothing() -> None:
         invalid_rows(logits)
         report(logits, owner, targets.flatten(), 5)
         pairs = [draft_sample(logits[:size], heat, seeds, seeds, j, source) for j in range(num_drafts)]
-        drafts, probs = (torch.stack(x, dim=1) for x in zip(*pairs, strict=True))
+        drafts = torch.stack([drawn for drawn, _ in pairs], dim=1)
+        law = DraftLaw.join([law for _, law in pairs])
         count_accepted_coupled(drafts, targets, widths)
-        reject(drafts, probs, probabilities(filtered, rows).view(size, -1, vocab), widths, seeds, seeds, source)
+        reject(drafts, law, probabilities(filtered, rows).view(size, -1, vocab), widths, seeds, seeds, source)
         rank(torch.rand(size, num_drafts).cumprod(1), widths, 3)

@@ -4,14 +4,16 @@ Exactness itself is proved by enumeration in `tests/lossless`; the statistics he
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from slipstream.ops.noise import CounterSource, Purpose, gumbel
-from slipstream.ops.reject import count_accepted_coupled, draft_sample, reject
+from slipstream.ops.reject import DraftLaw, count_accepted_coupled, draft_sample, reject
 from slipstream.ops.sample import coupled_targets, probabilities
+from tests.lossless.laws import dense, law_from
 
 SOURCE = CounterSource()
 NUM_SEEDS = 20_000
@@ -131,7 +133,7 @@ def test_a_draft_that_is_always_the_same_token_has_a_one_hot_law(dtype: torch.dt
     widths = torch.ones_like(seeds)
 
     def first_tokens(draft_probs: Tensor) -> Tensor:
-        accepted, following = reject(drafts, draft_probs, target, widths, seeds, 0 * seeds, SOURCE)
+        accepted, following = reject(drafts, law_from(draft_probs), target, widths, seeds, 0 * seeds, SOURCE)
         first = torch.where(accepted > 0, drafts[:, 0], following)
         return torch.bincount(first, minlength=4).double()
 
@@ -147,12 +149,12 @@ def test_rejection_follows_the_target_law_after_every_prefix_and_in_the_next_ste
     law, heat = target.softmax(-1), torch.ones(NUM_SEEDS)
     last, context, widths = 0 * seeds, 0 * seeds, 0 * seeds + 2
     for step in range(2):
-        block, probs = [last], []
+        block, laws = [last], []
         for j in range(2):
-            drawn, prob = draft_sample(drafter[block[-1]], heat, seeds, context, j, SOURCE)
+            drawn, law_of_draft = draft_sample(drafter[block[-1]], heat, seeds, context, j, SOURCE)
             block.append(drawn)
-            probs.append(prob)
-        inputs, kept = torch.stack(block, dim=1), torch.stack(probs, dim=1)
+            laws.append(law_of_draft)
+        inputs, kept = torch.stack(block, dim=1), DraftLaw.join(laws)
         accepted, following = reject(inputs[:, 1:], kept, law[inputs], widths, seeds, context, SOURCE)
         tokens = torch.cat([inputs, following[:, None]], dim=1)
         tokens = tokens.scatter(1, accepted[:, None] + 1, following[:, None])  # anchor, then what was emitted
@@ -163,16 +165,16 @@ def test_rejection_follows_the_target_law_after_every_prefix_and_in_the_next_ste
                 if len(chosen) > 200:
                     assert _chi_square_passes(torch.bincount(chosen, minlength=vocab).double(), law[before]), (step, j)
         assert 0 < int(accepted.sum()) < int(widths.sum())
-        widths = (kept[:, 1].gather(1, inputs[:, 2:])[:, 0] > 0.3).long() * 2
+        widths = (kept.of(inputs[:, 1:])[:, 1] > 0.3).long() * 2
         last, context = following, context + accepted + 1
 
 
 def test_acceptance_reaches_one_minus_the_distance() -> None:
     seeds = torch.arange(NUM_SEEDS)
     logits = torch.tensor(Q).log().expand(NUM_SEEDS, -1)
-    drawn, prob = draft_sample(logits, torch.ones(NUM_SEEDS), seeds, 0 * seeds, 0, SOURCE)
+    drawn, law = draft_sample(logits, torch.ones(NUM_SEEDS), seeds, 0 * seeds, 0, SOURCE)
     accepted, _ = reject(
-        drawn[:, None], prob[:, None], _repeat(P, P, size=NUM_SEEDS), torch.ones_like(seeds), seeds, 0 * seeds, SOURCE
+        drawn[:, None], law, _repeat(P, P, size=NUM_SEEDS), torch.ones_like(seeds), seeds, 0 * seeds, SOURCE
     )
     assert abs(float(accepted.double().mean()) - 0.9) < 4 * 0.3 / math.sqrt(NUM_SEEDS)
 
@@ -188,18 +190,21 @@ def _random_case(size: int, num_drafts: int, vocab: int) -> tuple[Tensor, Tensor
 def test_nothing_beyond_the_width_is_looked_at_and_rows_do_not_meet() -> None:
     drafts, draft_probs, target, widths = _random_case(64, 5, 7)
     seeds = torch.arange(64) * 3
-    accepted, following = reject(drafts, draft_probs, target, widths, seeds, seeds, SOURCE)
+    accepted, following = reject(drafts, law_from(draft_probs), target, widths, seeds, seeds, SOURCE)
     assert bool((accepted <= widths).all())
     assert 0 < int((accepted < widths).sum()) < 64
     beyond = torch.arange(5) >= widths[:, None]
-    hidden = drafts.masked_fill(beyond, 6), draft_probs.masked_fill(beyond[..., None], torch.nan), target.clone()
+    hidden_law = law_from(draft_probs.masked_fill(beyond[..., None], torch.nan))
+    hidden = drafts.masked_fill(beyond, 6), hidden_law, target.clone()
     hidden[2][:, 1:].masked_fill_(beyond[..., None], torch.nan)
     again = reject(*hidden, widths, seeds, seeds, SOURCE)
     assert torch.equal(again[0], accepted)
     assert torch.equal(again[1], following)
     for row in range(0, 64, 9):
         one = slice(row, row + 1)
-        alone = reject(drafts[one], draft_probs[one], target[one], widths[one], seeds[one], seeds[one], SOURCE)
+        alone = reject(
+            drafts[one], law_from(draft_probs[one]), target[one], widths[one], seeds[one], seeds[one], SOURCE
+        )
         assert (int(alone[0]), int(alone[1])) == (int(accepted[row]), int(following[row]))
 
 
@@ -208,7 +213,9 @@ def test_width_zero_and_no_drafts_sample_the_first_row() -> None:
     seeds, zeros = torch.arange(32), torch.zeros(32, dtype=torch.int64)
     expected = SOURCE.categorical(target[:, 0], seeds, seeds, zeros, Purpose.RESIDUAL)
     for count in (3, 0):
-        accepted, following = reject(drafts[:, :count], draft_probs[:, :count], target, zeros, seeds, seeds, SOURCE)
+        accepted, following = reject(
+            drafts[:, :count], law_from(draft_probs[:, :count]), target, zeros, seeds, seeds, SOURCE
+        )
         assert accepted.tolist() == [0] * 32
         assert torch.equal(following, expected)
 
@@ -221,7 +228,11 @@ def test_greedy_requests_are_decided_without_chance() -> None:
     heat = torch.zeros(64 * 5)
     greedy = probabilities(target.log().view(-1, 6), heat).view(64, 5, 6)
     expected = count_accepted_coupled(drafts, best, widths)
-    for kept in (draft_probs, torch.zeros_like(draft_probs).scatter_(2, drafts[..., None], 1)):
+    for kept in (
+        law_from(draft_probs),
+        None,
+        law_from(torch.zeros_like(draft_probs).scatter_(2, drafts[..., None], 1)),
+    ):
         accepted, following = reject(drafts, kept, greedy, widths, torch.arange(64), torch.arange(64), SOURCE)
         assert torch.equal(accepted, expected)
         assert torch.equal(following, best.gather(1, expected[:, None])[:, 0])
@@ -232,8 +243,8 @@ def test_equal_distributions_always_accept_and_ids_of_probability_zero_never_com
     target = target.masked_fill(torch.arange(9) >= 6, 0)  # padding of the vocabulary
     target /= target.sum(-1, keepdim=True)
     seeds = torch.arange(500)
-    drawn, prob = draft_sample(target[:, 0].log(), torch.ones(500), seeds, seeds, 0, SOURCE)
-    accepted, following = reject(drawn[:, None], prob[:, None], target, torch.ones_like(seeds), seeds, seeds, SOURCE)
+    drawn, law = draft_sample(target[:, 0].log(), torch.ones(500), seeds, seeds, 0, SOURCE)
+    accepted, following = reject(drawn[:, None], law, target, torch.ones_like(seeds), seeds, seeds, SOURCE)
     assert float(accepted.double().mean()) > 0.999  # q is p up to one rounding of the softmax
     assert bool((drawn < 6).all())
     assert bool((following < 6).all())
@@ -242,9 +253,9 @@ def test_equal_distributions_always_accept_and_ids_of_probability_zero_never_com
 def test_broken_rows_stay_their_own() -> None:
     drafts, draft_probs, target, widths = _random_case(8, 3, 5)
     seeds = torch.arange(8)
-    clean = reject(drafts, draft_probs, target, widths, seeds, seeds, SOURCE)
+    clean = reject(drafts, law_from(draft_probs), target, widths, seeds, seeds, SOURCE)
     target[2, 0], target[3, 1, 2], draft_probs[4] = torch.nan, torch.inf, torch.nan
-    accepted, following = reject(drafts, draft_probs, target, widths, seeds, seeds, SOURCE)
+    accepted, following = reject(drafts, law_from(draft_probs), target, widths, seeds, seeds, SOURCE)
     for row in (0, 1, 5, 6, 7):
         assert (int(accepted[row]), int(following[row])) == (int(clean[0][row]), int(clean[1][row]))
     assert bool(((following >= 0) & (following < 5)).all())
@@ -255,29 +266,87 @@ def test_broken_rows_stay_their_own() -> None:
 # --------------------------------------------------------------------------------------------------------------- draft
 
 
-def test_drafts_are_drawn_from_the_distribution_that_is_kept() -> None:
+def _kept(law: DraftLaw, drawn: Tensor, vocab_size: int) -> Tensor:
+    """[B, V] q of drafts that were drawn one by one."""
+    return dense(law, drawn[:, None], vocab_size)[:, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_drafts_are_drawn_from_the_distribution_that_is_kept(dtype: torch.dtype) -> None:
+    """In bf16 from the rounded logits, which the law keeps as they are."""
     seeds = torch.arange(NUM_SEEDS)
-    logits = torch.tensor([0.3, -1.0, 1.2, 0.0]).expand(NUM_SEEDS, -1)
-    drawn, prob = draft_sample(logits, torch.full((NUM_SEEDS,), 0.6), seeds, 0 * seeds, 2, SOURCE)
-    torch.testing.assert_close(prob[0], (logits[0] / 0.6).softmax(0))
+    logits = torch.tensor([0.3, -1.0, 1.2, 0.0]).to(dtype).expand(NUM_SEEDS, -1)
+    drawn, law = draft_sample(logits, torch.full((NUM_SEEDS,), 0.6), seeds, 0 * seeds, 2, SOURCE)
+    prob = _kept(law, drawn, 4)
+    assert law.logits.dtype == dtype and law.logits.data_ptr() == logits.data_ptr(), "kept, not copied"
+    torch.testing.assert_close(prob[0], (logits[0].float() / 0.6).softmax(0))
     assert _chi_square_passes(torch.bincount(drawn, minlength=4).double(), prob[0])
     assert torch.equal(drawn, SOURCE.categorical(prob, seeds, 0 * seeds, 0 * seeds + 2, Purpose.DRAFT))
+    torch.testing.assert_close(law.of(drawn[:, None])[:, 0], prob.gather(1, drawn[:, None])[:, 0])
+
+
+def test_laws_of_float64_are_float64() -> None:
+    """The enumerations hold the ops to rounding in float64."""
+    logits, seeds = torch.randn(9, 5, dtype=torch.float64), torch.arange(9)
+    drawn, law = draft_sample(logits, torch.full((9,), 0.7), seeds, seeds, 0, SOURCE)
+    exact = (logits / torch.tensor(0.7).double()).softmax(-1)
+    torch.testing.assert_close(_kept(law, drawn, 5), exact, rtol=0, atol=1e-15)
 
 
 def test_greedy_drafts_are_one_hot() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0]] * 3)
     seeds = torch.arange(3)
     for heat, sample in ((torch.ones(3), False), (torch.zeros(3), True)):
-        drawn, prob = draft_sample(logits, heat, seeds, seeds, 0, SOURCE, sample=sample)
+        drawn, law = draft_sample(logits, heat, seeds, seeds, 0, SOURCE, sample=sample)
         assert drawn.tolist() == [1, 1, 1]
-        assert prob.tolist() == [[0.0, 1.0, 0.0]] * 3
+        assert _kept(law, drawn, 3).tolist() == [[0.0, 1.0, 0.0]] * 3
+        assert law.of(drawn[:, None]).tolist() == [[1.0]] * 3
+        torch.testing.assert_close(law.read(drawn[:, None])[:, 0], logits.softmax(-1)[:, 1])  # what a confidence reads
 
 
-def test_a_reduced_draft_vocabulary_is_spread_over_the_targets() -> None:
+def test_a_reduced_draft_vocabulary_stays_reduced_and_is_spread_where_it_is_read() -> None:
     logits = torch.randn(50, 3)
     seeds, ids = torch.arange(50), torch.tensor([1, 4, 6])
-    drawn, prob = draft_sample(logits, torch.ones(50), seeds, seeds, 0, SOURCE, token_ids=ids, vocab_size=8)
+    drawn, law = draft_sample(logits, torch.ones(50), seeds, seeds, 0, SOURCE, token_ids=ids)
+    prob = _kept(law, drawn, 8)
     torch.testing.assert_close(prob[:, ids], logits.softmax(-1))
-    assert prob.shape == (50, 8)
+    assert law.logits.shape == (50, 1, 3) and prob.shape == (50, 8)
     torch.testing.assert_close(prob.sum(-1), torch.ones(50))
     assert set(drawn.tolist()) == {1, 4, 6}
+    for token in range(8):
+        torch.testing.assert_close(law.of(torch.full((50, 1), token))[:, 0], prob[:, token])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_laws_of_a_block_are_those_of_its_drafts(dtype: torch.dtype) -> None:
+    """Joined over logits that lie side by side, nothing is copied; rejection gives what dense laws give."""
+    generator = torch.Generator().manual_seed(2)
+    logits = (2 * torch.randn(64, 3, 11, generator=generator)).to(dtype)
+    heat, seeds = torch.rand(64, generator=generator).round() * 0.8, torch.arange(64)
+    pairs = [draft_sample(logits[:, j], heat, seeds, seeds, j, SOURCE) for j in range(3)]
+    drafts = torch.stack([drawn for drawn, _ in pairs], dim=1)
+    whole = DraftLaw.join([law for _, law in pairs])
+    assert torch.equal(whole.logits, logits) and whole.logits.data_ptr() == logits.data_ptr()
+    apart = DraftLaw.join([replace(law, logits=law.logits.clone()) for _, law in pairs])
+    assert torch.equal(apart.logits, logits)
+    again = DraftLaw.join([pairs[0][1], pairs[0][1], pairs[2][1]])  # rows, but not one after the other
+    assert torch.equal(again.logits, logits[:, [0, 0, 2]])
+    prob = dense(whole, drafts, 11)
+    widths, target = torch.full((64,), 3), (logits.float() + 0.3).mul(0.7).softmax(-1)
+    target = torch.cat([target, target[:, :1]], dim=1)
+    for one, other in zip(
+        reject(drafts, whole, target, widths, seeds, seeds, SOURCE),
+        reject(drafts, law_from(prob), target, widths, seeds, seeds, SOURCE), strict=True,
+    ):  # fmt: skip
+        assert torch.equal(one, other)
+
+
+def test_sequences_without_drafts_stand_behind_those_with_a_law() -> None:
+    drafts, draft_probs, target, widths = _random_case(8, 3, 5)
+    seeds = torch.arange(8)
+    widths[5:] = 0
+    whole = reject(drafts, law_from(draft_probs), target, widths, seeds, seeds, SOURCE)
+    for one, other in zip(
+        whole, reject(drafts, law_from(draft_probs[:5]), target, widths, seeds, seeds, SOURCE), strict=True
+    ):
+        assert torch.equal(one, other)

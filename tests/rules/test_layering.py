@@ -57,6 +57,7 @@ RANKS: dict[str, float] = {
     "slipstream.sizes": 6.32,
     "slipstream.backends": 6.34,
     "slipstream.capture": 6.36,
+    "slipstream.peak": 6.38,
     "slipstream.build": 6.4,
     "slipstream.compiler": 0.4,
     "slipstream.grammars": 6.5,

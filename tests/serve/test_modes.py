@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from slipstream.cli import main
-from slipstream.commands.serve import _modes
-from slipstream.config import SamplingParams
+from slipstream.commands.serve import _engines, _modes
+from slipstream.config import SamplingParams, SpeculativeConfig
 from slipstream.load import Models
 from slipstream.options import gather
 from tests.serve.conftest import CHAT, COMPLETIONS, Running, make_llm, serving, slowed
@@ -136,7 +136,8 @@ def test_options_go_to_the_modes_in_which_they_have_an_effect() -> None:
     ("flags", "says"),
     [
         (["--also", "off"], "own mode"), (["--also", "static"], "needs a drafter"), (["--also", "quick"], "also holds 'quick'"),
-        (["--also", "lag,lag", "--draft", "ngram"], "once"),
+        (["--also", "lag,lag", "--draft", "ngram"], "once"), (["--kv-memory", "2XB"], "kv_memory is '2XB'"),
+        (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization is 1.5"),
     ],
 )  # fmt: skip
 def test_wrong_modes_are_named_before_a_model_is_loaded(
@@ -146,3 +147,18 @@ def test_wrong_modes_are_named_before_a_model_is_loaded(
         main(["serve", "--model", "nowhere", *flags])
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_modes_split_the_memory_at_hand(tiny_pair: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream import load, sizes
+
+    monkeypatch.setattr(load, "load_models", lambda *args, **options: tiny_pair)
+    monkeypatch.setattr(sizes, "memory_at_hand", lambda: 1 << 22)
+    modes = [SpeculativeConfig(), SpeculativeConfig.for_mode("static", draft_model="tiny")]
+
+    def pools(**options: Any) -> list[int]:
+        made = _engines(gather({"max_model_len": 128, **options}, None), modes)
+        return [next(int(value) for name, value, _ in llm.notes if name == "kv_memory") for llm in made]  # type: ignore[call-overload]
+
+    assert [1 << 18 < size <= 1 << 19 for size in pools()] == [True, True]
+    assert [1 << 17 < size <= 1 << 18 for size in pools(kv_memory="256KiB")] == [True, True], "of each"
