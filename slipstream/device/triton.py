@@ -177,7 +177,7 @@ class TritonBackend:
         assert decision.widths_np is not None
         if not _equal_widths(decision.widths_np, self._widths_np):
             self._decision.post({"widths": decision.widths_np}, {"widths": 0})
-            self._widths_np = decision.widths_np
+            self._widths_np = decision.widths_np.copy()
         return self._decision.received["widths"]
 
     def rank(self, plan: StepPlan, decision: Decision, signal: Tensor, calibration_np: Floats) -> Tensor:
