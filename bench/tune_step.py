@@ -4,7 +4,8 @@
     python -m bench.tune_step smollm2 --small runs/model.gguf --out runs/tune-step-smollm2.json
 
 bench/tune_linear.py times a product beside cold weights; in a step it also decides whether a norm is a launch of its own,
-and who waits for whom. A candidate is `TUNED` with some entries replaced, or as it is with every norm a launch (`apart`).
+and who waits for whom. A candidate is `TUNED` with some entries replaced, or as it is with every norm a launch (`apart`),
+or with launches that wait for the one before to be over (`late`).
 Replaced entries of one candidate at different numbers of rows have nothing to do with each other. Engines record
 decoding at the given numbers of rows and nothing else. `linear` are the weights of a step multiplied by the library
 alone. Two minutes at most for each model. `--smoke`: a toy, which is how the tests walk through it.
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 
 from slipstream.config import SpeculativeConfig
 from slipstream.device import shapes
+from slipstream.kernels import early
 from slipstream.kernels import linear as kernels
 from slipstream.kernels.linear import Tile, _tile
 from slipstream.lab import machine
@@ -47,6 +49,7 @@ class Candidate:
 
     replaced: Mapping[Size, Sequence[tuple[int, int, Tile | None]]] = field(default_factory=dict)
     norms_apart: bool = False
+    early: bool = True  # kernels are launched while the one before ends
 
     def table(self) -> dict[Size, tuple[tuple[int, Tile | None], ...]]:
         found = dict(kernels.TUNED)
@@ -58,7 +61,10 @@ class Candidate:
     @contextmanager
     def in_force(self) -> Iterator[None]:
         reads = (lambda *_: False) if self.norms_apart else kernels.reads_half_normed
-        with patch.object(kernels, "TUNED", self.table()), patch.object(kernels, "reads_half_normed", reads):
+        with (
+            patch.object(kernels, "TUNED", self.table()), patch.object(kernels, "reads_half_normed", reads),
+            patch.object(early, "ENABLED", self.early),
+        ):  # fmt: skip
             yield
 
 
@@ -74,7 +80,7 @@ def _replaced(
 
 QKV, OUT, DOWN = (6144, 4096), (4096, 4096), (4096, 12288)
 SMALL_QKV, SMALL_OUT, SMALL_GATE_UP, SMALL_DOWN = (960, 576), (576, 576), (3072, 576), (576, 1536)
-APART_AND_NOW = {"apart": Candidate(norms_apart=True), "now": Candidate()}
+APART_AND_NOW = {"apart": Candidate(norms_apart=True), "late": Candidate(early=False), "now": Candidate()}
 CANDIDATES: Mapping[str, Mapping[str, Candidate]] = {
     "8b": APART_AND_NOW | {
         # o by a tile, so that gate and up need no norm; at 32 rows they need none already, so qkv

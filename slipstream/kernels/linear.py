@@ -26,7 +26,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
+from slipstream.kernels.early import early
 from slipstream.kernels.gated import silu_mul
 from slipstream.kernels.norm import rms_norm
 from slipstream.ops.fused import Following, HalfNormed, Products
@@ -118,13 +120,15 @@ def _product(
     num_rows, x_stride, out_stride, eps,
     NUM_OUT: tl.constexpr, NUM_IN: tl.constexpr, GATED: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr,
-    ROWS_FIRST: tl.constexpr,
+    ROWS_FIRST: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Program (i, j), or (j, i): BLOCK_N rows of the weight (gate and up in turns if gated) for BLOCK_M rows of x.
 
     squares [R, NUM_PARTS]: x is half normed. next_rows [R, NUM_OUT], next_squares [R, column tiles]: where `out` goes half
     normed, by next_norm.
     """
+    if EARLY:
+        gdc_wait()
     # Rows beyond the last are computed from the others and not stored: cheaper than masks in the loop. From one each, for
     # all of them from a single row would have all programs ask for the same few lines of memory at once.
     column_tile, row_tile = tl.program_id(1 if ROWS_FIRST else 0), tl.program_id(0 if ROWS_FIRST else 1)
@@ -359,7 +363,7 @@ def tiled_linear(
             NUM_OUT=num_out, NUM_IN=num_in, GATED=gated,
             NUM_PARTS=num_parts, BLOCK_P=triton.next_power_of_2(num_parts),
             BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, LANES=tile.lanes, ROWS_FIRST=tile.rows_first,
-            num_warps=tile.warps, num_stages=tile.stages,
+            num_warps=tile.warps, num_stages=tile.stages, **early(x),
         )  # fmt: skip
     return out
 

@@ -8,10 +8,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from slipstream.kernels.early import early
 
 
 @triton.jit
-def _rms_norm(x, weight, out, x_stride, out_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(
+    x, weight, out, x_stride, out_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False
+):
+    if EARLY:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -29,7 +36,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if num_rows:
         block = triton.next_power_of_2(size)
         _rms_norm[(num_rows,)](
-            x, weight, out, x.stride(0), out.stride(0), eps, SIZE=size, BLOCK=block, num_warps=_num_warps(block)
+            x,
+            weight,
+            out,
+            x.stride(0),
+            out.stride(0),
+            eps,
+            SIZE=size,
+            BLOCK=block,
+            num_warps=_num_warps(block),
+            **early(x),
         )
     return out
 

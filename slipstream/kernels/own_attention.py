@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from slipstream.kernels.attention import (
     LOG2_E,
@@ -28,6 +29,7 @@ from slipstream.kernels.attention import (
     lookup,
     read_record,
 )
+from slipstream.kernels.early import early
 
 # Launches of two warps are for a full GPU: with so many registers a multiprocessor holds 6 programs, as many as of
 # `_attention_kernel`. Left alone the compiler takes 236 for the loads before the loop, and only 4 fit.
@@ -87,7 +89,7 @@ def _run(
         qkv.stride(0), out.stride(0), page_table.stride(0), page_table.shape[1], len(cos_sin),
         window or 0, scale * LOG2_E, eps,
         HAS_WINDOW=window is not None, NORMS=q_norm is not None, STORES=kv_slots is not None,
-        OWN_N=max(16, triton.next_power_of_2(tiles.block_q)), **options,
+        OWN_N=max(16, triton.next_power_of_2(tiles.block_q)), **options, **early(qkv),
         maxnreg=_REGISTERS_OF_FEW_WARPS if options["num_warps"] == 2 else None,
     )  # fmt: skip
     return out
@@ -100,12 +102,14 @@ def _own_rows_kernel(
     row_stride, out_stride, table_stride, table_columns, max_position, window, scale, eps, num_splits, min_split_log2,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, OWN_N: tl.constexpr, CHUNK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    NORMS: tl.constexpr, STORES: tl.constexpr, MERGED: tl.constexpr,
+    NORMS: tl.constexpr, STORES: tl.constexpr, MERGED: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """As `_attention_kernel`, over the pages before the tile's rows; the last split also takes the rows themselves.
 
     OWN_N: rows of a tile, padded. STORES tells a decoding tile, whose rows are causal, from a drafter's block.
     """
+    if EARLY:
+        gdc_wait()
     kv_head, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row_base, num_rows, slot, start = read_record(records, tile)
     begin = tl.maximum(start - window + 1, 0) if HAS_WINDOW else 0

@@ -63,9 +63,11 @@ def load_decoder(path: Path, dtype: torch.dtype, device: torch.device | str = "c
 
 
 def empty_decoder(spec: DecoderSpec, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-    """A target whose weights are not set yet. Raises CapacityError where it does not fit in memory."""
+    """A target whose weights are not set yet. Raises CapacityError where torch cannot make it, or OutOfMemoryError."""
     try:
         return Decoder(spec, dtype=dtype, device=device)
+    except torch.OutOfMemoryError:  # told by who knows what the target is called
+        raise
     except (RuntimeError, MemoryError) as error:  # torch's lack of memory is a RuntimeError
         raise CapacityError(f"the target's weights do not fit in memory: {str(error).splitlines()[0]}") from error
 
