@@ -22,10 +22,11 @@ def test_every_candidate_is_timed_in_every_wave(tmp_path: Path, capsys: pytest.C
     found: dict[str, Any] = json.loads(out.read_text())
     assert [(row["candidate"], row["rows"], len(row["waves"])) for row in found["rows"]] == [
         ("apart", 2, 2),
+        ("late", 2, 2),
         ("now", 2, 2),
     ]
     assert all(row["step_ms"] > 0 and row["linear_ms"] > 0 for row in found["rows"])
-    assert capsys.readouterr().out.count("| toy | 2 |") == 2
+    assert capsys.readouterr().out.count("| toy | 2 |") == 3
 
 
 @pytest.mark.parametrize("model", CANDIDATES)
