@@ -3,18 +3,16 @@
     llm = LLM("smollm2-135m", speculative=SpeculativeConfig.for_mode("lag", draft_model="smollm2-135m-dspark"))
     print(llm.chat([[{"role": "user", "content": "Why is the sky blue?"}]])[0].text)
 
-`load` turns names into weights and `build` options into an engine; here requests are made, checked and run. Several
-LLMs may share the loaded weights (`Models`); each has its own engine.
+`load` turns names into weights and `build` options into an engine, `host` prompts into requests; here these are run.
+Several LLMs may share the loaded weights (`Models`); each has its own engine.
 """
 
 import dataclasses
 import gc
-import itertools
 import logging
 import os
-import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,23 +22,21 @@ from slipstream.backends import Adapt
 from slipstream.build import build_engine
 from slipstream.commit import Delta
 from slipstream.config import EngineConfig, SamplingParams, SpeculativeConfig, from_mapping
-from slipstream.constraint import Constraint
 from slipstream.decide.policy import Policy
 from slipstream.device.events import EventPool, NullRecorder, Recorder
 from slipstream.device.staging import compute_stream
 from slipstream.draft.base import Drafter
 from slipstream.errors import ConfigError, EngineError, RequestError
-from slipstream.grammars import Grammars, XGrammars, idle
+from slipstream.grammars import XGrammars
+from slipstream.host import Facts, Host, Message
 from slipstream.load import Models, Note, load_models
 from slipstream.logprobs import TokenLogprob
 from slipstream.metrics import SpecCounters, Timing
-from slipstream.request import FinishReason, Request, sibling_seed
+from slipstream.request import FinishReason, Request
 from slipstream.sizes import WHOLE, Share
-from slipstream.stream import Chunk, IncrementalDecoder, StopStrings, TextStream
+from slipstream.stream import Chunk, StopStrings
 
 log = logging.getLogger("slipstream")
-
-Message = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +67,7 @@ class Completion:
         return usage_of([self])
 
 
-class LLM:
+class LLM(Host):
     """A target model with a way of speculating.
 
     model: a name, or Models that are loaded already. speculative: None for plain decoding. drafter, policy: objects of
@@ -104,22 +100,15 @@ class LLM:
         if not isinstance(model, Models):
             raise ConfigError(f"model is {model!r}; give a name, a path or loaded Models")
         self.models = model
-        self.tokenizer = model.tokenizer
         self.notes: list[Note] = list(model.notes)
         self._given = drafter, policy, adapt
         self.engine = build_engine(model, self.speculative, self.config, self.notes, *self._given, share)
         self.engine.totals.mode = self.speculative.mode
-        self._scheduler = self.engine.scheduler  # for what it knows without an engine: see `restart`
-        self._seeds = random.Random(self.config.seed)
         self._events = EventPool(stream=compute_stream(model.device)) if model.device.type == "cuda" else None
-        self._uids = itertools.count(1)
-        self.grammars: Grammars = XGrammars(model.tokenizer, model.vocab_size, model.eos_token_ids)
+        grammars = XGrammars(model.tokenizer, model.vocab_size, model.eos_token_ids)
+        super().__init__(model.tokenizer, self._facts(), grammars)
         for field, value, reason in self.notes:
             log.info("%s = %s (%s)", field, value, reason)
-
-    @property
-    def max_model_len(self) -> int:
-        return self._scheduler.limits.max_model_len
 
     def generate(
         self,
@@ -170,31 +159,6 @@ class LLM:
         """What was recorded stays with whoever holds the recorder."""
         self.engine.recorder = NullRecorder()
 
-    # ------------------------------------------------------------------ for who drives the engine: a server
-
-    def prepare(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> list[Request]:
-        """The requests for one raw text or its token ids, checked and not yet added: as many as `params.n` asks for.
-
-        From any thread, while another one drives the engine. RequestError or CapacityError where the prompt or what is
-        asked of it cannot be honoured.
-        """
-        requests = self._requests(prompt, params)
-        for request in requests:
-            self._scheduler.check(request)
-        return requests
-
-    def chat_ids(self, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """The prompt of a conversation; `variables` reach the model's chat template."""
-        return self.tokenizer.encode(self.tokenizer.chat(messages, **variables))
-
-    def room_for_answer(self, num_prompt: int) -> int:
-        """Most tokens that an answer to so many can have, in this context and this KV pool; at least 1."""
-        return max(1, min(self.max_model_len, self._scheduler.pages.num_tokens) - num_prompt)
-
-    def text_stream(self, request: Request, by_token: bool = True) -> TextStream:
-        """What makes chunks of a request's deltas; by_token: of every token a piece of text."""
-        return TextStream(self._decoder(request.params), by_token)
-
     def restart(self) -> None:
         """A new engine over the same weights, with the totals of the old one, whose requests are lost.
 
@@ -210,9 +174,22 @@ class LLM:
         self.engine = build_engine(self.models, self.speculative, same, self.notes, *self._given)
         del self.notes[notes:]  # they were said once
         self.engine.totals, self.engine.num_decode_steps = totals, num_steps
-        self._scheduler = self.engine.scheduler
+        self.facts = self._facts()
 
     # ------------------------------------------------------------------ for its own methods
+
+    def _facts(self) -> Facts:
+        scheduler, models = self.engine.scheduler, self.models
+        return Facts(
+            vocab_size=models.vocab_size,
+            eos_token_ids=models.eos_token_ids,
+            dtype=str(models.dtype).removeprefix("torch."),
+            speculative=self.speculative,
+            seed=self.config.seed,
+            limits=scheduler.limits,
+            page_size=scheduler.pages.page_size,
+            num_pages=scheduler.pages.num_usable,
+        )
 
     def _stream(self, requests: list[Request]) -> Iterator[Chunk]:
         texts = {request.uid: self.text_stream(request) for request in requests}
@@ -249,61 +226,12 @@ class LLM:
         """The first, or only, answer that is asked for."""
         return self._requests(prompt, params)[0]
 
-    def _requests(
-        self, prompt: str | Sequence[int], params: SamplingParams | None, meanwhile: Callable[[], bool] = idle
-    ) -> list[Request]:
-        """As many as `params.n` asks for. meanwhile: what is done while a grammar is compiled."""
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"params is {params!r}; give a SamplingParams")
-        if not isinstance(prompt, Iterable):
-            raise RequestError(f"prompt is {prompt!r}; give a text or a list of token ids")
-        token_ids = self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else list(prompt)
-        check_prompt(token_ids, self.models.vocab_size, self.max_model_len)
-        params.check_token_ids(self.models.vocab_size)
-        seed, prompt_ids = self._seeds.getrandbits(64) if params.seed is None else params.seed, tuple(token_ids)
-        constraints = self._constraints(params, meanwhile)
-        return [
-            self._sibling(prompt_ids, params, seed, index, constraint) for index, constraint in enumerate(constraints)
-        ]
-
-    def _constraints(self, params: SamplingParams, meanwhile: Callable[[], bool]) -> Sequence[Constraint | None]:
-        """One for each answer, where a form is asked for."""
-        if params.structured is None:
-            return [None] * params.n
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.models.eos_token_ids)
-        made = self.grammars.compile(params.structured, ends, meanwhile)
-        return [made() for _ in range(params.n)]
-
     def _go_on(self) -> bool:
         """A step for those who run while a grammar is compiled; whether there was one."""
         if not self.engine.has_work:
             return False
         self.engine.step()
         return True
-
-    def _sibling(
-        self, prompt_ids: tuple[int, ...], params: SamplingParams, seed: int, index: int, constraint: Constraint | None
-    ) -> Request:
-        return Request(
-            uid=next(self._uids),
-            prompt_ids=prompt_ids,
-            params=params,
-            seed=sibling_seed(seed, index),
-            eos_token_ids=self.models.eos_token_ids,
-            constraint=constraint,
-            watcher=self._stop_strings(params) if params.stop else None,
-            index=index,
-            counters=SpecCounters(mode=self.speculative.mode),
-        )
-
-    def _stop_strings(self, params: SamplingParams) -> StopStrings:
-        include, min_tokens = params.include_stop_str_in_output, params.min_tokens
-        return StopStrings(self.tokenizer.stream(), params.stop, include, min_tokens)
-
-    def _decoder(self, params: SamplingParams) -> IncrementalDecoder:
-        """Of an answer that is read while it is made."""
-        return self._stop_strings(params) if params.stop else self.tokenizer.stream()
 
     def _text(self, request: Request) -> str:
         watcher = request.watcher
@@ -342,16 +270,3 @@ def _listed(params: object) -> list[SamplingParams | None]:
     if not isinstance(params, Sequence) or isinstance(params, str | bytes):
         raise RequestError(f"params is {params!r}; give a SamplingParams, or a list with one for each prompt")
     return list(params)
-
-
-def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
-    """RequestError unless the prompt has tokens, all of them known, and leaves room for an answer."""
-    if not token_ids:
-        raise RequestError("prompt is empty; give at least one token")
-    for token in token_ids:
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise RequestError(f"prompt holds {token!r}; token ids are whole numbers from 0 to {vocab_size - 1}")
-    if len(token_ids) >= max_model_len:
-        raise RequestError(
-            f"prompt has {len(token_ids)} tokens and max_model_len is {max_model_len}, answer included: shorten it"
-        )

@@ -57,6 +57,23 @@ class _Chunk:
 _Decode: TypeAlias = tuple[Int64s, Int32s]  # slots [D] in order of admission, most drafts of each [D]
 
 
+def check(request: Request, limits: SchedulerLimits, page_size: int, num_pages: int) -> None:
+    """CapacityError or RequestError for a request that could never run within these limits, in so many pages."""
+    assert request.num_known < limits.max_model_len, (request.num_known, limits.max_model_len)
+    if request.params.min_tokens and len(request.stop_ids) > MAX_BANS:
+        raise RequestError(
+            f"min_tokens keeps at most {MAX_BANS} ids from ending the answer and here {len(request.stop_ids)} would: "
+            "list fewer stop_token_ids, or set min_tokens to 0"
+        )
+    longest = min(request.num_known + request.params.max_tokens, limits.max_model_len)
+    need = -(-longest // page_size)
+    if need > num_pages:
+        raise CapacityError(
+            f"the request may need {need} KV pages of {page_size} tokens and the pool has {num_pages}: "
+            f"raise kv_memory, shorten the prompt or lower max_tokens"
+        )
+
+
 class Scheduler:
     def __init__(self, limits: SchedulerLimits, pages: PageAllocator) -> None:
         self.limits = limits
@@ -109,19 +126,7 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """CapacityError or RequestError where it could never run. Reads nothing that changes: from any thread."""
-        assert request.num_known < self.limits.max_model_len, (request.num_known, self.limits.max_model_len)
-        if request.params.min_tokens and len(request.stop_ids) > MAX_BANS:
-            raise RequestError(
-                f"min_tokens keeps at most {MAX_BANS} ids from ending the answer and here {len(request.stop_ids)} would: "
-                "list fewer stop_token_ids, or set min_tokens to 0"
-            )
-        longest = min(request.num_known + request.params.max_tokens, self.limits.max_model_len)
-        need, room = self.pages.pages_for(longest), self.pages.num_usable
-        if need > room:
-            raise CapacityError(
-                f"the request may need {need} KV pages of {self.pages.page_size} tokens and the pool has {room}: "
-                f"raise kv_memory, shorten the prompt or lower max_tokens"
-            )
+        check(request, self.limits, self.pages.page_size, self.pages.num_usable)
 
     def schedule(self) -> StepPlan | NoPlan:
         """Plan the next step and book it as in flight."""
