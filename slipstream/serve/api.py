@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from slipstream.errors import SlipstreamError
 from slipstream.request import Request
-from slipstream.serve.engine_thread import EngineThread
+from slipstream.serve.desk import Desk
 from slipstream.serve.lanes import Lane
 from slipstream.serve.options import ServeOptions
 from slipstream.serve.problems import Problem, problem_of
@@ -50,11 +50,11 @@ BODIES = {
 async def chat_completions(http: HttpRequest) -> Response:
     asked = await _asked(http, ChatRequest)
     lane = _service(http).lane(asked.verify)
-    llm, messages = lane.llm, _plain(asked.messages)
+    host, messages = lane.host, _plain(asked.messages)
 
     def prepare() -> list[list[Request]]:
-        token_ids = llm.chat_ids(messages, **(asked.chat_template_kwargs or {}))
-        return [llm.prepare(token_ids, asked.sampling_params(llm.room_for_answer(len(token_ids))))]
+        token_ids = host.chat_ids(messages, **(asked.chat_template_kwargs or {}))
+        return [host.prepare(token_ids, asked.sampling_params(host.room_for_answer(len(token_ids))))]
 
     return await _answer(http, asked, lane, Chat(), prepare, 1)
 
@@ -66,7 +66,7 @@ async def completions(http: HttpRequest) -> Response:
 
     def prepare() -> list[list[Request]]:
         params = asked.sampling_params(asked.most_tokens)
-        return [lane.llm.prepare(prompt, params) for prompt in asked.prompt]
+        return [lane.host.prepare(prompt, params) for prompt in asked.prompt]
 
     return await _answer(http, asked, lane, Completion(), prepare, len(asked.prompt))
 
@@ -86,27 +86,27 @@ async def model(http: HttpRequest, name: str) -> Response:
 @router.post("/tokenize")
 async def tokenize(http: HttpRequest) -> Response:
     asked, service = await _asked(http, TokenizeRequest), _service(http)
-    llm = service.llm
+    host = service.host
 
     def encode() -> list[int]:
         if asked.messages is not None:
-            return llm.chat_ids(_plain(asked.messages), **(asked.chat_template_kwargs or {}))
-        return llm.tokenizer.encode(asked.prompt or "", add_special=asked.add_special_tokens)
+            return host.chat_ids(_plain(asked.messages), **(asked.chat_template_kwargs or {}))
+        return host.tokenizer.encode(asked.prompt or "", add_special=asked.add_special_tokens)
 
     tokens = await _in_pool(service, asked, encode)
-    return _json({"tokens": tokens, "count": len(tokens), "max_model_len": llm.max_model_len})
+    return _json({"tokens": tokens, "count": len(tokens), "max_model_len": host.max_model_len})
 
 
 @router.post("/detokenize")
 async def detokenize(http: HttpRequest) -> Response:
     asked, service = await _asked(http, DetokenizeRequest), _service(http)
-    size = service.llm.models.vocab_size
+    size = service.host.facts.vocab_size
     for token in asked.tokens:
         if not 0 <= token < size:
             raise Problem(400, f"tokens holds {token}; ids are whole numbers from 0 to {size - 1}", param="tokens")
 
     def decode() -> str:
-        return service.llm.tokenizer.decode(asked.tokens, skip_special=False)
+        return service.host.tokenizer.decode(asked.tokens, skip_special=False)
 
     return _json({"prompt": await _in_pool(service, asked, decode)})
 
@@ -150,7 +150,7 @@ async def metrics(http: HttpRequest) -> Response:
     return Response(page, media_type=service.metrics.content_type)
 
 
-def _health(engine: EngineThread) -> dict[str, Any]:
+def _health(engine: Desk) -> dict[str, Any]:
     return {"status": engine.state, "failures": engine.num_failures, "last_failure": engine.failure}
 
 
@@ -176,7 +176,7 @@ def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
 
 def _model(service: Service) -> dict[str, Any]:
     about = {"id": service.model, "object": "model", "created": service.created, "owned_by": "slipstream"}
-    return {**about, "max_model_len": service.llm.max_model_len}
+    return {**about, "max_model_len": service.host.max_model_len}
 
 
 def _check_model(service: Service, name: str | None) -> None:

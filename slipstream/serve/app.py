@@ -13,7 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -22,19 +22,22 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from slipstream.errors import EngineError
+from slipstream.host import Host
 from slipstream.serve import webpage
 from slipstream.serve.api import router
+from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.guard import Guard, JsonFormatter, respond
 from slipstream.serve.openapi import document
 from slipstream.serve.options import ServeOptions
 from slipstream.serve.problems import Problem, client_gone
 from slipstream.serve.render import Spelling
-from slipstream.serve.service import Service
+from slipstream.serve.service import Engines, Service
 from slipstream.serve.stats import Stats
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
 
+Offered: TypeAlias = "LLM | Sequence[LLM] | Engines"
 log = logging.getLogger("slipstream.serve")
 
 CLOSING_S = 5  # for connections whose requests are over
@@ -42,18 +45,17 @@ DEAF_CLIENT_MS = 60_000  # of a client that acknowledges nothing; then the syste
 SWITCH_INTERVAL_S = 5e-4  # what the engine waits for the loop at most: Python's own 5 ms are many steps
 
 
-def make_app(
-    llms: "LLM | Sequence[LLM]", options: ServeOptions, model: str, on_dead: Callable[[], None] = lambda: None
-) -> FastAPI:
+def make_app(llms: "Offered", options: ServeOptions, model: str, on_dead: Callable[[], None] = lambda: None) -> FastAPI:
     """llms: one, or several over the same weights, a mode each; the first is the one of requests that name no mode.
 
-    model: what it is called where options name nothing else. on_dead: called when an engine has failed for good.
+    Those of another process are an `EngineProcess`. model: what it is called where options name nothing else.
+    on_dead: called when an engine has failed for good.
     """
-    offered = tuple(llms) if isinstance(llms, Sequence) else (llms,)
+    engines = _engines(llms)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.service = service = Service(offered, options, options.served_name or model, on_dead)
+        app.state.service = service = Service(engines, options, options.served_name or model, on_dead)
         app.state.stats = Stats(service)
         try:
             yield
@@ -63,7 +65,7 @@ def make_app(
     app = FastAPI(
         title="Slipstream", version=metadata.version("slipstream"), lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    app.state.spelling = Spelling(offered[0])
+    app.state.spelling = Spelling(engines.hosts[0])
     app.include_router(router)
     app.include_router(webpage.router)
     app.add_middleware(Guard, keys=options.keys)
@@ -73,6 +75,28 @@ def make_app(
     app.add_exception_handler(Exception, _on_bug)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]
     return app
+
+
+class Threads:
+    """Engines of this process."""
+
+    def __init__(self, llms: "Sequence[LLM]") -> None:
+        self.hosts = tuple(llms)
+
+    def start(self, options: ServeOptions, on_dead: Callable[[], None]) -> list[EngineThread]:
+        return [
+            EngineThread(
+                llm, on_error=options.on_engine_error, on_dead=on_dead, stall_s=options.stall_s,
+                interval_s=options.stream_interval_s,
+            )
+            for llm in self.hosts
+        ]  # fmt: skip
+
+
+def _engines(offered: "Offered") -> Engines:
+    if isinstance(offered, Sequence):
+        return Threads(offered)
+    return Threads([cast("LLM", offered)]) if isinstance(offered, Host) else offered
 
 
 def _on_problem(http: Request, error: Exception) -> Response:
@@ -108,7 +132,7 @@ def bind(options: ServeOptions) -> socket.socket:
     return bound
 
 
-def run(llms: "Sequence[LLM]", options: ServeOptions, model: str, bound: socket.socket) -> None:
+def run(llms: "Offered", options: ServeOptions, model: str, bound: socket.socket) -> None:
     """Serve until a signal comes; `llms` as in `make_app`. EngineError where the engine failed for good."""
     configure_logging()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -130,7 +154,7 @@ def configure_logging() -> None:
 class Server(uvicorn.Server):
     """uvicorn, with signals that end it as described above."""
 
-    def __init__(self, llms: "LLM | Sequence[LLM]", options: ServeOptions, model: str) -> None:
+    def __init__(self, llms: "Offered", options: ServeOptions, model: str) -> None:
         self.has_failed = False
         self.app = make_app(llms, options, model, self._on_dead)
         self._closing: asyncio.Task[None] | None = None

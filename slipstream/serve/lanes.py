@@ -1,4 +1,4 @@
-"""A mode that the server offers: its engine in a thread, and the places in the queue for it.
+"""A mode that the server offers: its engine, and the places in the queue for it.
 
 Modes are engines of their own over the same weights, each with its slots and its KV pool; a request goes through one of
 them. Called by `service`; runs on the event loop.
@@ -6,34 +6,23 @@ them. Called by `service`; runs on the event loop.
 
 import asyncio
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING
 
-from slipstream.serve.engine_thread import EngineThread
+from slipstream.serve.desk import Desk
 from slipstream.serve.metrics import Metrics, Snapshot, snapshot
 from slipstream.serve.options import ServeOptions
 from slipstream.serve.problems import Problem, queue_full, unavailable
-
-if TYPE_CHECKING:
-    from slipstream.llm import LLM
 
 SNAPSHOT_S = 2.0  # a step may take so long before its metrics are old ones
 
 
 class Lane:
-    """Starts its engine's thread at once."""
-
-    def __init__(self, llm: "LLM", options: ServeOptions, metrics: Metrics, on_dead: Callable[[], None]) -> None:
-        self.llm, self.options, self.metrics = llm, options, metrics
-        self.mode: str = llm.speculative.mode
-        self.engine = EngineThread(
-            llm, on_error=options.on_engine_error, on_dead=on_dead, stall_s=options.stall_s,
-            interval_s=options.stream_interval_s,
-        )  # fmt: skip
+    def __init__(self, engine: Desk, options: ServeOptions, metrics: Metrics) -> None:
+        self.engine, self.options, self.metrics = engine, options, metrics
+        self.host = engine.host
+        self.mode = self.host.mode
         self.num_open = 0  # answers that were admitted and are not closed
         self.num_given = 0  # tokens that clients were given
-        limits = llm.engine.scheduler.limits
+        limits = self.host.facts.limits
         self.num_drafts, self._num_slots = limits.max_drafts, limits.max_num_seqs
         self._mean_s = 1.0  # how long an answer takes, the latest ones above all
 
@@ -62,7 +51,7 @@ class Lane:
     async def snapshot(self) -> Snapshot | None:
         """Of the engine; None where it does not answer in time."""
         try:
-            return await asyncio.wait_for(self.engine.ask(partial(snapshot, meter=self.engine.meter)), SNAPSHOT_S)
+            return await asyncio.wait_for(self.engine.ask(snapshot), SNAPSHOT_S)
         except TimeoutError:
             return None
 

@@ -7,17 +7,14 @@ they go; the engine's own counts are copied by `snapshot` between two steps when
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from slipstream.metrics import SpecCounters
-from slipstream.serve.steps import Durations, StepMeter, StepTimings
-
-if TYPE_CHECKING:
-    from slipstream.llm import LLM
+from slipstream.serve.driver import Driver
+from slipstream.serve.steps import Durations, StepTimings
 
 PREFIX = "slipstream:"
 _WAITS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -63,9 +60,9 @@ class Snapshot:
         return self.counters.steps + self.counters.verified
 
 
-def snapshot(llm: "LLM", meter: StepMeter) -> Snapshot:
-    """To be called in the engine's thread."""
-    engine, scheduler = llm.engine, llm.engine.scheduler
+def snapshot(driver: Driver) -> Snapshot:
+    """To be called in the driver's thread."""
+    engine, scheduler = driver.llm.engine, driver.llm.engine.scheduler
     counters = SpecCounters(mode=engine.totals.mode)
     counters.merge(engine.totals)
     for request in engine.requests.values():
@@ -74,7 +71,7 @@ def snapshot(llm: "LLM", meter: StepMeter) -> Snapshot:
     usage = pages.num_used / pages.num_usable
     return Snapshot(
         len(scheduler.running), len(scheduler.waiting), usage, scheduler.num_preemptions,
-        scheduler.prefixes.num_queried, scheduler.prefixes.num_hits, counters, engine.num_decode_steps, meter.look(),
+        scheduler.prefixes.num_queried, scheduler.prefixes.num_hits, counters, engine.num_decode_steps, driver.meter.look(),
     )  # fmt: skip
 
 

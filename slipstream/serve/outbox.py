@@ -1,9 +1,9 @@
-"""What requests gained and the event loop was not told yet: of short steps it is told of several at a time.
+"""What requests gained and clients were not told yet: of short steps they are told of several at a time.
 
-The loop shares the interpreter with the engine's thread, and an event for every stream after every step of a millisecond
-would leave the engine little of it. So what a request gained waits for what it gains next: for an interval that grows
-with the number of requests. Only beginnings and ends go out at once. Deltas are made when they go out, one of all that a
-request has gained, unless it wants to hear of every step. Used by the engine's thread alone. Knows no thread and no clock.
+An event for every stream after every step of a millisecond is more than the loop can make. So what a request gained
+waits for what it gains next: for an interval that grows with the number of requests. Only beginnings and ends go out at
+once. Deltas are made when they go out, one of all that a request has gained, unless it wants to hear of every step. Used
+by `desk` alone. Knows no loop and no clock.
 """
 
 from collections import defaultdict
@@ -18,11 +18,15 @@ EACH_S = 0.0005  # of the interval, for each request of a step: well more than i
 class Outbox:
     def __init__(self, interval_s: float) -> None:
         """interval_s: the shortest one. 0: nothing waits."""
-        self._interval_s, self._due_s = interval_s, 0.0
+        self._interval_s, self.due_s = interval_s, 0.0  # due: when all of it goes out
         self._steps: list[Gains] = []
         self._told: dict[int, int] = {}  # uid -> how many of these steps it has heard of, or will not hear of
         self._urgent: list[Request] = []  # that began or ended in the last step
         self._by_step: set[int] = set()  # uids
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._steps
 
     def add(self, requests: Collection[Request], by_step: bool) -> None:
         """Requests from which steps will come; by_step: each of them is a delta of its own."""
@@ -40,8 +44,8 @@ class Outbox:
         """What goes out now. All of it: nobody knows when there will be a next step."""
         if not self._steps:
             return []
-        if all_of_it or now_s >= self._due_s:
-            self._due_s = now_s + max(self._interval_s, EACH_S * len(self._steps[-1]) * bool(self._interval_s))
+        if all_of_it or now_s >= self.due_s:
+            self.due_s = now_s + max(self._interval_s, EACH_S * len(self._steps[-1]) * bool(self._interval_s))
             out = self._all()
             self._steps, self._told = [], {}
         else:

@@ -5,15 +5,13 @@ Two styles, one for each kind of request; a choice is rendered from a `Part` eit
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from slipstream.errors import RequestError
+from slipstream.host import Host
 from slipstream.logprobs import TokenLogprob
 from slipstream.serve.service import Job, Part
 from slipstream.stream import Chunk
-
-if TYPE_CHECKING:
-    from slipstream.llm import LLM
 
 LEAST_LOGPROB = -9999.0  # for minus infinity, which JSON does not have
 
@@ -21,8 +19,8 @@ LEAST_LOGPROB = -9999.0  # for minus infinity, which JSON does not have
 class Spelling:
     """The texts and bytes of single tokens."""
 
-    def __init__(self, llm: "LLM") -> None:
-        self._tokenizer, self._count = llm.tokenizer, llm.models.vocab_size
+    def __init__(self, host: Host) -> None:
+        self._tokenizer, self._count = host.tokenizer, host.facts.vocab_size
         self._pieces: list[bytes] | None = None
 
     def bytes_of(self, token_id: int) -> bytes:

@@ -11,20 +11,18 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from slipstream.commit import Delta
+from slipstream.host import Host
 from slipstream.logprobs import TokenLogprob
 from slipstream.request import FinishReason, Request
-from slipstream.serve.engine_thread import EngineThread, Mailbox
+from slipstream.serve.desk import Desk, Mailbox
 from slipstream.serve.lanes import Lane
 from slipstream.serve.metrics import Metrics, Snapshot
 from slipstream.serve.options import ServeOptions
 from slipstream.serve.problems import Problem, engine_failed, timed_out, unavailable
 from slipstream.stream import Chunk, TextStream
-
-if TYPE_CHECKING:
-    from slipstream.llm import LLM
 
 log = logging.getLogger("slipstream.serve")
 
@@ -102,7 +100,7 @@ class Job:
         self.num_prompt_tokens = sum(len(siblings[0].prompt_ids) for siblings in prompts)
         for index, request in enumerate(self._requests):
             by_token = self._keeps_steps or request.params.logprobs is not None
-            self._answers[request.uid] = _Answer(index, request, self._lane.llm.text_stream(request, by_token))
+            self._answers[request.uid] = _Answer(index, request, self._lane.host.text_stream(request, by_token))
         self._lane.engine.submit(self._requests, self.mailbox)
 
     async def begun(self) -> None:
@@ -177,30 +175,40 @@ def _joined(parts: Sequence[Part]) -> Part:
     )  # fmt: skip
 
 
+class Engines(Protocol):
+    """Engines over the same weights, a mode each; where they are, nobody else knows."""
+
+    @property
+    def hosts(self) -> Sequence[Host]: ...
+    def start(self, options: ServeOptions, on_dead: Callable[[], None]) -> Sequence[Desk]:
+        """In the loop that talks to them."""
+
+
 class Service:
     """What all requests share. Made in the event loop that serves them."""
 
     def __init__(
-        self, llms: Sequence["LLM"], options: ServeOptions, model: str, on_dead: Callable[[], None]
+        self, engines: Engines, options: ServeOptions, model: str, on_dead: Callable[[], None]
     ) -> None:  # fmt: skip
-        """llms: a mode each, over the same weights; the first is the one of requests that name none."""
+        """on_dead: called when one of the engines has failed for good. The first is the one of requests that name no mode."""
         self.options, self.model = options, model
         self.created = int(time.time())
         self.metrics = Metrics(model)
-        self.lanes = {lane.mode: lane for lane in (Lane(llm, options, self.metrics, on_dead) for llm in llms)}
-        assert len(self.lanes) == len(llms), "two engines of one mode"
+        desks = engines.start(options, on_dead)
+        self.lanes = {desk.host.mode: Lane(desk, options, self.metrics) for desk in desks}
+        assert len(self.lanes) == len(desks), "two engines of one mode"
         self.own = next(iter(self.lanes.values()))
         self.is_draining = False
         # Two pools: a schema that takes long to compile keeps no text waiting.
         self._pools = {False: ThreadPoolExecutor(2, "slipstream-text"), True: ThreadPoolExecutor(2, "slipstream-form")}
 
     @property
-    def llm(self) -> "LLM":
+    def host(self) -> Host:
         """For what does not depend on the mode."""
-        return self.own.llm
+        return self.own.host
 
     @property
-    def engine(self) -> EngineThread:
+    def engine(self) -> Desk:
         """Of requests that name no mode."""
         return self.own.engine
 

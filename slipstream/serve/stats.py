@@ -33,9 +33,9 @@ class Stats:
                 self._looked_s = time.monotonic()
         service = self._service
         return {
-            "model": service.model, "max_model_len": service.llm.max_model_len, "verify": service.own.mode,
-            "dtype": str(service.llm.models.dtype).removeprefix("torch."),
-            "acceptance": service.llm.speculative.acceptance,
+            "model": service.model, "max_model_len": service.host.max_model_len, "verify": service.own.mode,
+            "dtype": service.host.facts.dtype,
+            "acceptance": service.host.facts.speculative.acceptance,
             "needs_key": bool(service.options.keys), "ready": service.is_ready, "time_s": self._looked_s,
             "modes": {mode: _of(lane, self._known.get(mode)) for mode, lane in service.lanes.items()},
         }  # fmt: skip

@@ -12,7 +12,8 @@ from slipstream.config import SamplingParams, SpeculativeConfig
 from slipstream.decide.policy import make_policy
 from slipstream.llm import LLM
 from slipstream.request import Request
-from slipstream.serve.engine_thread import EngineThread, Mailbox
+from slipstream.serve.desk import Mailbox
+from slipstream.serve.engine_thread import EngineThread
 from slipstream.testing import assert_nothing_left, tiny_models, tiny_spec
 from tests.lossless.harness import on, scripted_cost
 

@@ -1,7 +1,6 @@
 """The engine's thread without HTTP: who gets what, and that nobody is waited for."""
 
 import asyncio
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +9,8 @@ from slipstream.config import SamplingParams
 from slipstream.llm import LLM
 from slipstream.load import Models
 from slipstream.request import Request
-from slipstream.serve.engine_thread import EngineThread, Mailbox
+from slipstream.serve.desk import Mailbox
+from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.metrics import snapshot
 from slipstream.serve.problems import Problem
 from slipstream.testing import assert_nothing_left
@@ -81,12 +81,12 @@ def test_released_requests_are_aborted_wherever_they_are(tiny_pair: Models) -> N
             for number in range(4):  # two have a slot, one of them has begun
                 all_requests.append(thread.llm.prepare(f"prompt {number}", PARAMS))
                 thread.submit(all_requests[-1], Mailbox(1000))
-            while (await thread.ask(partial(snapshot, meter=thread.meter))).num_waiting != 2:
+            while (await thread.ask(snapshot)).num_waiting != 2:
                 await asyncio.sleep(0.01)
             for requests in reversed(all_requests):
                 thread.release(requests)
             assert thread.num_open == 0
-            now = await thread.ask(partial(snapshot, meter=thread.meter))
+            now = await thread.ask(snapshot)
         assert (now.num_running, now.num_waiting, now.kv_usage) == (0, 0, 0)
         assert all(requests[0].finish_reason == "abort" for requests in all_requests)
 
@@ -95,9 +95,9 @@ def test_released_requests_are_aborted_wherever_they_are(tiny_pair: Models) -> N
 
 def test_what_is_asked_is_answered_between_steps_or_raised(tiny_pair: Models) -> None:
     async def test(thread: EngineThread) -> None:
-        assert await thread.ask(lambda llm: llm.engine.has_work) is False
+        assert await thread.ask(lambda driver: driver.llm.engine.has_work) is False
         with pytest.raises(ZeroDivisionError):
-            await thread.ask(lambda llm: 1 / 0)
+            await thread.ask(lambda driver: 1 / 0)
         assert thread.is_healthy
 
     run(make_llm(tiny_pair), test)

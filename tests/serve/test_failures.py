@@ -12,7 +12,7 @@ from slipstream.errors import RequestError
 from slipstream.llm import LLM
 from slipstream.load import Models
 from slipstream.models import template
-from slipstream.serve import engine_thread
+from slipstream.serve import driver
 from slipstream.testing import assert_nothing_left
 from tests.serve.conftest import CHAT, COMPLETIONS, Running, make_llm, serving, slowed
 
@@ -152,7 +152,7 @@ def test_health_is_red_while_a_step_does_not_end(tiny_pair: Models) -> None:
 
 def test_an_engine_that_fails_for_good(tiny_pair: Models) -> None:
     """By option at once; else when it fails again and again."""
-    for options, failures in (({"on_engine_error": "exit"}, 1), ({}, engine_thread.MAX_RESTARTS + 1)):
+    for options, failures in (({"on_engine_error": "exit"}, 1), ({}, driver.MAX_RESTARTS + 1)):
         llm = make_llm(tiny_pair)
         original = llm.restart
 
