@@ -2,14 +2,16 @@
 
     python bench/serving.py --draft smollm2-135m-dspark --verify lag --streams 64 --out runs/serving.json
 
-Served waves go through the server of `slipstream serve` in this process, whose engine has a thread of its own; the
-clients are processes without a library (so that they cost little), on other cores where --client-cores names them. Each
-keeps its streams busy, one request after another. `x` is offline tokens per second beside served ones, from medians over
-waves; `cpu` is what this process used in all its threads, per output token, which other work on the machine changes less.
-With --scrape a third wave asks for /metrics meanwhile, so that steps are recorded.
+Served waves go through the server of `slipstream serve` in this process, whose engine has a process of its own or, with
+--in-thread, a thread here; the clients are processes without a library (so that they cost little). The three are on
+cores of their own where --client-cores and --engine-cores name them. Each client keeps its streams busy, one request
+after another. Offline waves are `LLM.generate` where the engine is. `x` is offline tokens per second beside served ones,
+from medians over waves; `cpu` is what server and engine used in all their threads, per output token, which other work on
+the machine changes less. With --scrape a third wave asks for /metrics meanwhile, so that steps are recorded.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import random
@@ -17,20 +19,29 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from slipstream import LLM, SamplingParams, SpeculativeConfig
+from slipstream import SamplingParams
 from slipstream.config import MODES
-from slipstream.lab import machine
-from slipstream.lab.measure import former_objects_left_alone, load, positions_needed, token_ids, warm_up
+from slipstream.lab.measure import former_objects_left_alone
 from slipstream.lab.waves import median
-from slipstream.prompts import read_prompts, user
+from slipstream.serve.app import Server, bind
+from slipstream.serve.driver import Driver
+from slipstream.serve.engine_process import EngineProcess
+from slipstream.serve.options import ServeOptions
+from slipstream.serve.wire import SWITCH_INTERVAL_S
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the engine's process imports from there as well
+from bench import serving_engine
+from bench.serving_engine import cores
 
 QUANTILES = (0.5, 0.95, 0.99)
 NAME = "served"
+Value = TypeVar("Value")
 CLIENT = Path(__file__).with_name("serving_client.py")
 
 
@@ -51,7 +62,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--waves", type=int, default=5)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--clients", type=int, default=1, help="processes that the streams are shared among")
-    parser.add_argument("--client-cores", default=None, help="as 8-15; this process takes the others")
+    parser.add_argument("--client-cores", default=None, help="as 8-15; the server takes the others")
+    parser.add_argument("--engine-cores", default=None, help="of these; the server takes what is left then")
+    parser.add_argument("--in-thread", action="store_true", help="the engine in a thread of the server's process")
     parser.add_argument(
         "--scrape", type=float, default=None, help="seconds between two looks at /metrics, in a third wave"
     )
@@ -59,67 +72,79 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@contextmanager
-def serving(llm: LLM, num_waiting: int) -> Iterator[int]:
-    """The port of a server in a thread of this process, with the interpreter as `slipstream serve` sets it."""
-    from slipstream.serve.app import SWITCH_INTERVAL_S, Server, bind
-    from slipstream.serve.options import ServeOptions
+class Running:
+    """A server in a thread of this process, with the interpreter as `slipstream serve` sets it, and its engine."""
 
-    options = ServeOptions(port=0, max_waiting=num_waiting)
-    bound, server, interval = bind(options), Server(llm, options, NAME), sys.getswitchinterval()
+    def __init__(self, server: Server, port: int) -> None:
+        self._server, self.port = server, port
+
+    def ask(self, function: Callable[[Driver], Value]) -> Value:
+        """Of the engine."""
+
+        async def ask() -> Any:
+            return await self._server.app.state.service.engine.ask(function)
+
+        return asyncio.run_coroutine_threadsafe(ask(), self._server.servers[0].get_loop()).result()
+
+
+@contextmanager
+def serving(options: argparse.Namespace) -> Iterator[Running]:
+    chosen = ServeOptions(port=0, max_waiting=options.requests)
+    bound, interval, process = bind(chosen), sys.getswitchinterval(), None
+    if options.in_thread:
+        engines: Any = serving_engine.make(options)
+    else:
+        engines = process = EngineProcess(serving_engine.make, options, options=chosen)
+        if taken := cores(options.engine_cores):
+            os.sched_setaffinity(0, os.sched_getaffinity(0) - taken)
+    server = Server(engines, chosen, NAME)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     try:
         while not server.started:
             time.sleep(0.01)
-        yield bound.getsockname()[1]
+        yield Running(server, bound.getsockname()[1])
     finally:
         server.servers[0].get_loop().call_soon_threadsafe(server.close)
         thread.join()
         bound.close()
+        if process is not None:
+            process.close()
         sys.setswitchinterval(interval)
 
 
-def offline(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> dict[str, float]:
-    with counted(llm) as found, former_objects_left_alone():
-        answers = llm.generate(prompts, params)
-        timings = [answer.timing for answer in answers]
-        seconds = max(t.last_token_s for t in timings) - min(t.submitted_s for t in timings)
-        found |= {"seconds": seconds, "tokens": sum(len(answer.token_ids) for answer in answers)}
-    return derived(found)
-
-
 def served(
-    llm: LLM, options: argparse.Namespace, requests: Sequence[dict[str, Any]], scrape: float | None
+    running: Running, options: argparse.Namespace, requests: Sequence[dict[str, Any]], scrape: float | None
 ) -> dict[str, Any]:
-    with serving(llm, len(requests)) as port, counted(llm) as found, former_objects_left_alone():
-        with clients(options, port, requests) as running, scraped(port, scrape):
-            for each in running:
-                tell(each, "go")
-            seen = [json.loads(each.stdout.readline()) for each in running if each.stdout is not None]
-        answers = [answer for each in seen for answer in each["answers"]]
-        seconds = max(each["end"] for each in seen) - min(each["start"] for each in seen)
-        found |= {"seconds": seconds, "tokens": sum(answer["tokens"] for answer in answers)}
+    with clients(options, running.port, requests) as each_client, scraped(running.port, scrape):
+        for each in each_client:
+            tell(each, "go")
+        seen = [json.loads(each.stdout.readline()) for each in each_client if each.stdout is not None]
+    answers = [answer for each in seen for answer in each["answers"]]
+    found = {"seconds": max(each["end"] for each in seen) - min(each["start"] for each in seen)}
+    found |= {"tokens": sum(answer["tokens"] for answer in answers)}
     found |= {"events": sum(answer["events"] for answer in answers)}
-    found |= {f"ttft_ms_p{100 * q:.0f}": quantile([1e3 * a["first_s"] for a in answers], q) for q in QUANTILES}
-    return derived(found)
+    return found | {f"ttft_ms_p{100 * q:.0f}": quantile([1e3 * a["first_s"] for a in answers], q) for q in QUANTILES}
 
 
-@contextmanager
-def counted(llm: LLM) -> Iterator[dict[str, Any]]:
-    """Steps, and CPU seconds of this process."""
-    found: dict[str, Any] = {}
-    steps, cpu_s = llm.engine.num_decode_steps, time.process_time()
-    yield found
-    found |= {"decode_steps": llm.engine.num_decode_steps - steps, "cpu_s": time.process_time() - cpu_s}
-
-
-def derived(found: dict[str, Any]) -> dict[str, Any]:
-    tokens, steps = found["tokens"], found["decode_steps"]
+def wave(running: Running, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """With steps, and CPU seconds of the server and of the engine; where they are one process, of both."""
+    with former_objects_left_alone():
+        running.ask(partial(serving_engine.collect, freeze=True))
+        pid, steps, engine_s = running.ask(serving_engine.counts)
+        server_s = time.process_time()
+        found = make()
+        _, steps_now, engine_now_s = running.ask(serving_engine.counts)
+        cpu = {"engine": engine_now_s - engine_s, "server": time.process_time() - server_s}
+        running.ask(partial(serving_engine.collect, freeze=False))
+    if pid == os.getpid():
+        cpu = {"both": cpu["server"]}
+    tokens, steps = found["tokens"], steps_now - steps
     return {
-        **found, "tok_per_s": tokens / found["seconds"], "step_ms": 1e3 * found["seconds"] / steps,
-        "cpu_us_per_token": 1e6 * found["cpu_s"] / tokens,
+        **found, "decode_steps": steps, "tok_per_s": tokens / found["seconds"],
+        "step_ms": 1e3 * found["seconds"] / steps, "cpu_us_per_token": 1e6 * sum(cpu.values()) / tokens,
+        **{f"{name}_cpu_us_per_token": 1e6 * seconds / tokens for name, seconds in cpu.items()},
     }  # fmt: skip
 
 
@@ -135,7 +160,12 @@ def clients(
         tell(
             each,
             json.dumps(
-                {"port": port, "streams": streams, "requests": requests[number::count], "cores": cores(options)}
+                {
+                    "port": port,
+                    "streams": streams,
+                    "requests": requests[number::count],
+                    "cores": sorted(cores(options.client_cores)),
+                }
             ),
         )
         running.append(each)
@@ -170,13 +200,6 @@ def scraped(port: int, seconds: float | None) -> Iterator[None]:
     thread.join()
 
 
-def cores(options: argparse.Namespace) -> list[int]:
-    if options.client_cores is None:
-        return []
-    first, _, last = options.client_cores.partition("-")
-    return list(range(int(first), int(last or first) + 1))
-
-
 def quantile(values: Sequence[float], q: float) -> float:
     return sorted(values)[min(int(q * len(values)), len(values) - 1)]
 
@@ -188,37 +211,34 @@ def lengths(mean: int, count: int) -> list[int]:
     return spread
 
 
-def make_llm(options: argparse.Namespace) -> tuple[LLM, list[list[int]]]:
-    models = load(options.model, options.draft, {"dtype": options.dtype}, {})
-    texts = read_prompts(options.prompts)
-    texts = [texts[i % len(texts)] for i in range(options.requests)]
-    length = positions_needed(models, [user(text) for text in texts], 2 * options.max_tokens)
-    fields = {} if options.verify == "off" else {"draft_model": options.draft}
-    speculative = SpeculativeConfig.for_mode(options.verify, **fields)
-    llm = LLM(models, speculative=speculative, max_num_seqs=options.streams, max_model_len=length)
-    return llm, [token_ids(models.tokenizer, user(text)) for text in texts]
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    if taken := cores(options):
-        os.sched_setaffinity(0, os.sched_getaffinity(0) - set(taken))
-    llm, prompts = make_llm(options)
+    if taken := cores(options.client_cores):
+        os.sched_setaffinity(0, os.sched_getaffinity(0) - taken)
     asked = [
         {"seed": seed, "max_tokens": length, "temperature": options.temperature, "ignore_eos": True}
-        for seed, length in enumerate(lengths(options.max_tokens, len(prompts)))
+        for seed, length in enumerate(lengths(options.max_tokens, options.requests))
     ]
     params = [SamplingParams(**fields) for fields in asked]
     usage = {"stream": True, "stream_options": {"include_usage": True}}
-    requests = [{"prompt": prompt, **fields, **usage} for prompt, fields in zip(prompts, asked, strict=True)]
-    warm_up(llm, [tuple(prompt) for prompt in prompts], params)
     waves: dict[str, list[dict[str, Any]]] = {"offline": [], "served": []} | ({"scraped": []} if options.scrape else {})
-    for _ in range(options.waves):
-        for kind, found in waves.items():
-            scrape = options.scrape if kind == "scraped" else None
-            found.append(offline(llm, prompts, params) if kind == "offline" else served(llm, options, requests, scrape))
-            print(f"{kind:8} {found[-1]['tok_per_s']:10,.0f} tok/s  {found[-1]['step_ms']:.3f} ms a step", flush=True)
+    with serving(options) as running:
+        prompts = running.ask(partial(serving_engine.prompts, options=options))
+        requests = [{"prompt": prompt, **fields, **usage} for prompt, fields in zip(prompts, asked, strict=True)]
+        running.ask(partial(serving_engine.warmed, prompts=prompts, params=params))
+        ways = {
+            "offline": lambda: running.ask(partial(serving_engine.offline, prompts=prompts, params=params)),
+            "served": lambda: served(running, options, requests, None),
+            "scraped": lambda: served(running, options, requests, options.scrape),
+        }
+        for _ in range(options.waves):
+            for kind, found in waves.items():
+                found.append(wave(running, ways[kind]))
+                print(
+                    f"{kind:8} {found[-1]['tok_per_s']:10,.0f} tok/s  {found[-1]['step_ms']:.3f} ms a step", flush=True
+                )
+        provenance = running.ask(serving_engine.provenance)
     conditions = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    return {**machine.provenance(llm.models.device), "conditions": conditions, "rows": table(waves)}
+    return {**provenance, "conditions": conditions, "rows": table(waves)}
 
 
 def table(waves: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -232,6 +252,7 @@ def table(waves: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
         print(
             f"{kind:8} {row['tok_per_s']:10,.0f} tok/s ({min(row['wave_tok_per_s']):,.0f} - {max(row['wave_tok_per_s']):,.0f})"
             f"  x {row['x']:.3f}  {row['step_ms']:.3f} ms a step  cpu {row['cpu_us_per_token']:.1f} us a token"
+            + (f" ({row['engine_cpu_us_per_token']:.1f} the engine)" if "engine_cpu_us_per_token" in row else "")
             + (f"  first token {row['ttft_ms_p50']:.1f} ms, p99 {row['ttft_ms_p99']:.1f}" if "events" in row else "")
         )
     return rows

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from importlib.util import find_spec
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -306,10 +307,18 @@ def library() -> Any:
     try:
         import xgrammar
     except ImportError as error:
-        raise ConfigError(
-            f"structured output needs the library xgrammar ({error}): pip install 'slipstream[structured]'"
-        ) from error
+        raise _missing(error) from error
     return xgrammar
+
+
+def require_library() -> None:
+    """ConfigError where it is not installed. It is not imported."""
+    if find_spec("xgrammar") is None:
+        raise _missing("it is not installed")
+
+
+def _missing(why: object) -> ConfigError:
+    return ConfigError(f"structured output needs the library xgrammar ({why}): pip install 'slipstream[structured]'")
 
 
 def main() -> NoReturn:

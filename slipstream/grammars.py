@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
-from slipstream.compiler import Ask, Vocabulary, XMatcher, compiled_by, shared_trials
+from slipstream.compiler import Ask, Vocabulary, XMatcher, compiled_by, require_library, shared_trials
 from slipstream.constraint import Constraint, Marker
 from slipstream.errors import RequestError
 from slipstream.models.tokenizer import Tokenizer
@@ -22,8 +22,10 @@ class Grammars(Protocol):
 
     def compile(
         self, asked: StructuredOutput, ends: frozenset[int], meanwhile: Callable[[], bool]
-    ) -> Callable[[], Constraint]:
-        """A maker of constraints, one for each answer. RequestError for what cannot be compiled, or begun with a token.
+    ) -> Callable[[], Constraint | None]:
+        """A maker of constraints, one for each answer, or of none where others make them.
+
+        RequestError for what cannot be compiled, or begun with a token.
 
         `meanwhile` is called again and again while that takes time, and says whether it did something.
         """
@@ -66,7 +68,19 @@ class Outcomes:
 class XGrammars:
     """Over the tokens of one model; compiled grammars are kept, and refusals are. For any threads."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        *,
+        tries: bool = True,
+        makes: bool = True,
+    ) -> None:
+        """tries: grammars are tried first; else somebody has done that. makes: there will be constraints; else somebody
+        makes them whose engine is elsewhere.
+        """
+        self._tries, self._makes = tries, makes
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = tuple(sorted(token for token in eos_token_ids if token < vocab_size))
         self._outcomes = Outcomes()  # what was asked for once will be asked for again
@@ -74,7 +88,7 @@ class XGrammars:
 
     def compile(
         self, asked: StructuredOutput, ends: frozenset[int], meanwhile: Callable[[], bool] = idle
-    ) -> Callable[[], Constraint]:
+    ) -> Callable[[], Constraint | None]:
         known = tuple(sorted(token for token in ends if token < self._vocab_size))
         if not known:
             raise RequestError(
@@ -88,17 +102,22 @@ class XGrammars:
             self._outcomes.put(ask, outcome)
         if isinstance(outcome, str):
             raise RequestError(outcome)
+        if not self._makes:
+            return lambda: None
         marker = None if asked.after is None else self._marker(asked.after)
         return lambda: Constraint(XMatcher(outcome, known), ends, self._vocab_size, marker)
 
     def _compile(self, ask: Ask, meanwhile: Callable[[], bool]) -> Any:
         """The library's grammar, or why there is none."""
-        compiler = self._compiler  # also says if there is no library
+        if self._makes:
+            _ = self._compiler  # also says if there is no library
+        require_library()
         try:
-            shared_trials().run(self._vocabulary, ask, meanwhile)
+            if self._tries:
+                shared_trials().run(self._vocabulary, ask, meanwhile)
         except RequestError as error:
             return str(error)
-        return compiled_by(compiler, ask)
+        return compiled_by(self._compiler, ask) if self._makes else True
 
     def _check_ends(self, ends: frozenset[int]) -> None:
         """A token of the text that ends the answer as well would end it anywhere, with the token in it."""

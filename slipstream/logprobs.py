@@ -85,19 +85,19 @@ class Logbook:
     """Reports of one request's tokens, in order."""
 
     def __init__(self) -> None:
-        self._reports: list[Int32s] = []  # each [n, columns]; what others in the step asked for decides how many
+        self.reports: list[Int32s] = []  # each [n, columns]; what others in the step asked for decides how many
         self.num_tokens = 0
 
     def add(self, report_np: Int32s) -> None:
         """report_np [n, columns] of the next n tokens. It is kept."""
-        self._reports.append(report_np)
+        self.reports.append(report_np)
         self.num_tokens += len(report_np)
 
     def entries(self, token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprob, ...]:
         """Of the tokens, all of which were reported."""
         assert len(token_ids) == self.num_tokens, (len(token_ids), self.num_tokens)
         tokens = iter(token_ids)
-        alike = (list(run) for _, run in groupby(self._reports, key=lambda report: report.shape[1]))
+        alike = (list(run) for _, run in groupby(self.reports, key=lambda report: report.shape[1]))
         return tuple(entry for run in alike for entry in entries(tokens, np.concatenate(run), num_top))
 
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ from slipstream.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
+    from slipstream.serve.engine_process import EngineProcess
 
 KEPT_PRODUCTS = 128
 
@@ -63,13 +65,31 @@ def serve(
     modes = _modes(options, serving.also)
     _require_libraries()
     _bound_kept_products()
+    options.engine_config()  # refuses before anything is loaded
     from slipstream.serve.app import bind, run
 
     bound = bind(serving)
     try:
-        run(_engines(options, modes), serving, options.model or DEFAULT_MODEL, bound)
+        with _engines(options, modes, serving) as engines:
+            run(engines, serving, options.model or DEFAULT_MODEL, bound)
     finally:
         bound.close()
+
+
+@contextmanager
+def _engines(
+    options: Options, modes: Sequence[SpeculativeConfig], serving: ServeOptions
+) -> "Iterator[EngineProcess | list[LLM]]":
+    if not serving.engine_process:
+        yield make_engines(options, modes)
+        return
+    from slipstream.serve.engine_process import EngineProcess
+
+    process = EngineProcess(make_engines, options, modes, options=serving)
+    try:
+        yield process
+    finally:
+        process.close()
 
 
 def _bound_kept_products() -> None:
@@ -94,7 +114,7 @@ def _modes(options: Options, also: Sequence[str]) -> list[SpeculativeConfig]:
     return [own, *(SpeculativeConfig.for_mode(mode, **kept[mode]) for mode in also)]
 
 
-def _engines(options: Options, modes: Sequence[SpeculativeConfig]) -> "list[LLM]":
+def make_engines(options: Options, modes: Sequence[SpeculativeConfig]) -> "list[LLM]":
     """One for each mode, all of the same weights, tokenizer and compiled grammars."""
     sized = options.engine_config()
     from slipstream.llm import LLM

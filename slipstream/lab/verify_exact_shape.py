@@ -75,6 +75,7 @@ class Shape:
         assert self._make is not None
         if output not in self._allowed:
             constraint, mask = self._make(), np.zeros((1, num_words(self._vocab_size)), np.int32)
+            assert constraint is not None
             constraint.read(output)
             if constraint.fill([], mask):
                 mask[:] = -1

@@ -219,6 +219,8 @@ async def _in_pool(service: Service, asked: Body, work: Callable[[], Any]) -> An
     """The result of work on a request that would hold up the loop. Problem where the request is at fault."""
     is_form = isinstance(asked, Answering) and asked.asks_for_form
     try:
+        if isinstance(asked, CompletionRequest) and not is_form and asked.is_quick:
+            return work()
         return await service.in_pool(work, is_form)
     except SlipstreamError as error:
         raise problem_of(error, type(asked).model_fields) from error

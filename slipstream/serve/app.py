@@ -6,6 +6,7 @@ then the process ends with exit code 0. A second signal ends it at once. Called 
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -13,7 +14,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from importlib import metadata
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
 import uvicorn
 from fastapi import FastAPI
@@ -25,14 +26,17 @@ from slipstream.errors import EngineError
 from slipstream.host import Host
 from slipstream.serve import webpage
 from slipstream.serve.api import router
+from slipstream.serve.engine_process import EngineProcess
 from slipstream.serve.engine_thread import EngineThread
-from slipstream.serve.guard import Guard, JsonFormatter, respond
+from slipstream.serve.guard import Guard, respond
+from slipstream.serve.logs import configure_logging
 from slipstream.serve.openapi import document
 from slipstream.serve.options import ServeOptions
 from slipstream.serve.problems import Problem, client_gone
 from slipstream.serve.render import Spelling
 from slipstream.serve.service import Engines, Service
 from slipstream.serve.stats import Stats
+from slipstream.serve.wire import SWITCH_INTERVAL_S
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
@@ -42,7 +46,6 @@ log = logging.getLogger("slipstream.serve")
 
 CLOSING_S = 5  # for connections whose requests are over
 DEAF_CLIENT_MS = 60_000  # of a client that acknowledges nothing; then the system closes the connection
-SWITCH_INTERVAL_S = 5e-4  # what the engine waits for the loop at most: Python's own 5 ms are many steps
 
 
 def make_app(llms: "Offered", options: ServeOptions, model: str, on_dead: Callable[[], None] = lambda: None) -> FastAPI:
@@ -96,7 +99,7 @@ class Threads:
 def _engines(offered: "Offered") -> Engines:
     if isinstance(offered, Sequence):
         return Threads(offered)
-    return Threads([cast("LLM", offered)]) if isinstance(offered, Host) else offered
+    return Threads([offered]) if isinstance(offered, Host) else offered
 
 
 def _on_problem(http: Request, error: Exception) -> Response:
@@ -137,18 +140,12 @@ def run(llms: "Offered", options: ServeOptions, model: str, bound: socket.socket
     configure_logging()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     server = Server(llms, options, model)
+    if isinstance(server.engines, EngineProcess):  # nothing that is there will ever go
+        gc.collect()
+        gc.freeze()
     server.run(sockets=[bound])
     if server.has_failed:
         raise EngineError("the engine has failed and was not restarted; the log says why")
-
-
-def configure_logging() -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter())
-    for name, level in (("slipstream.serve", logging.INFO), ("uvicorn", logging.WARNING)):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level)
 
 
 class Server(uvicorn.Server):
@@ -156,7 +153,8 @@ class Server(uvicorn.Server):
 
     def __init__(self, llms: "Offered", options: ServeOptions, model: str) -> None:
         self.has_failed = False
-        self.app = make_app(llms, options, model, self._on_dead)
+        self.engines = _engines(llms)
+        self.app = make_app(self.engines, options, model, self._on_dead)
         self._closing: asyncio.Task[None] | None = None
         super().__init__(
             uvicorn.Config(

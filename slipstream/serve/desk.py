@@ -22,6 +22,9 @@ from slipstream.serve.problems import Problem, engine_failed, problem_of, too_sl
 State = Literal["running", "restarting", "dead", "stopped"]
 Value = TypeVar("Value")
 
+MOST_BUSY = 0.7  # share of its time that the loop works before events get rarer
+MOST_STRETCH = 8.0
+
 
 class Mailbox:
     """What has come for some requests and was not taken yet, in pieces; on the loop only."""
@@ -64,6 +67,27 @@ class Mailbox:
         return taken
 
 
+class Pace:
+    """How much rarer events are than they might be, so that the loop has time for what else there is.
+
+    A loop that makes events all the time is late with everything: new requests wait, and slots stay empty meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._stretch = 1.0
+        self._last_s = self._last_busy_s = 0.0
+
+    def stretch(self, now_s: float, busy_s: float) -> float:
+        """Asked before events go out. busy_s: of the loop's thread, since it began."""
+        share = (busy_s - self._last_busy_s) / max(now_s - self._last_s, 1e-6)
+        self._last_s, self._last_busy_s = now_s, busy_s
+        if share > MOST_BUSY:
+            self._stretch = min(self._stretch * 1.25, MOST_STRETCH)
+        elif share < 0.75 * MOST_BUSY:
+            self._stretch = max(self._stretch / 1.25, 1.0)
+        return self._stretch
+
+
 class Desk(ABC):
     """Belongs to the loop that made it."""
 
@@ -79,6 +103,7 @@ class Desk(ABC):
         self._on_dead, self._stall_s = on_dead, stall_s
         self._loop = asyncio.get_running_loop()
         self._outbox = Outbox(interval_s)  # what steps gave and nobody was told of
+        self._pace = Pace()
         self._timer: asyncio.TimerHandle | None = None  # for what is left there
         self._mailboxes: dict[int, tuple[Mailbox, Sequence[Request]]] = {}  # by uid, with all that share the mailbox
         self._answers: dict[int, asyncio.Future[Any]] = {}  # to what was asked, by key
@@ -127,6 +152,8 @@ class Desk(ABC):
         """Fail what is open, and end the engine with its step."""
         self._fail_open(unavailable("the server is shutting down"))
         await self._end()
+        if self._timer is not None:
+            self._timer.cancel()
         if self.state != "dead":
             self.state = "stopped"
 
@@ -171,7 +198,10 @@ class Desk(ABC):
     # ------------------------------------------------------------------ for its own methods, and theirs
 
     def _hand_over(self, all_of_it: bool = False) -> None:
-        self._deliver(self._outbox.take(time.monotonic(), all_of_it=all_of_it))
+        now = time.monotonic()
+        if now >= self._outbox.due_s:
+            self._outbox.stretch = self._pace.stretch(now, time.thread_time())
+        self._deliver(self._outbox.take(now, all_of_it=all_of_it))
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None

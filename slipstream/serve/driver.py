@@ -104,6 +104,10 @@ class Driver:
     def abort(self, uids: Sequence[int]) -> None:
         self._commands.put(partial(self._abort, uids))
 
+    def refuse(self, uids: list[int], error: SlipstreamError) -> None:
+        """Say of requests that they will not be added, whatever is done to them before."""
+        self._commands.put(partial(self._post, Refused(uids, error)))
+
     def ask(self, key: int, function: Callable[["Driver"], Any]) -> None:
         """Call the function between two steps, and post what it returns or raises."""
         self._commands.put(partial(self._answer, key, function))

@@ -5,13 +5,13 @@ An ASGI layer around the application. The log is JSON, one object a line; texts 
 
 import hashlib
 import hmac
-import json
 import logging
 import re
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count, repeat
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -54,13 +54,14 @@ class Keys:
 class Guard:
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app, self._keys = app, Keys(keys)
+        self._ids = map("{}{:010x}".format, repeat(secrets.token_hex(7)), count())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers, start = Headers(scope=scope), time.perf_counter()
-        entry = scope["slipstream"] = Entry(request_id_of(headers.get("x-request-id")))
+        entry = scope["slipstream"] = Entry(request_id_of(headers.get("x-request-id")) or next(self._ids))
 
         async def stamped(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -81,9 +82,9 @@ class Guard:
             _write(scope, entry, time.perf_counter() - start)
 
 
-def request_id_of(given: str | None) -> str:
-    """The client's own, where it is one; else a new one."""
-    return given if given is not None and _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+def request_id_of(given: str | None) -> str | None:
+    """The client's own, where it is one."""
+    return given if given is not None and _REQUEST_ID.fullmatch(given) else None
 
 
 def respond(problem: Problem) -> JSONResponse:
@@ -105,16 +106,3 @@ def _write(scope: Scope, entry: Entry, seconds: float) -> None:
     if problem is not None:
         fields |= {"problem": problem.code or problem.kind, "problem_status": problem.status, "about": problem.message}
     log.info("request", extra={"fields": fields})
-
-
-class JsonFormatter(logging.Formatter):
-    """Records as JSON lines; `extra={"fields": {...}}` are keys of their own."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(), "event": record.getMessage(), **getattr(record, "fields", {}),
-        }  # fmt: skip
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)

@@ -26,6 +26,7 @@ class ServeOptions:
     stall_s: float = 120.0  # a step that takes longer is taken for one that never ends: /health turns red
     grace_s: float = 30.0  # for requests in flight after SIGTERM
     on_engine_error: OnEngineError = "restart"
+    engine_process: bool = True  # the engines have a process of their own, not threads of the server's
     # File with one key a line (empty lines and # comments left out), all of which may use the API. None: anybody may.
     api_keys: Path | None = None
     keys: tuple[str, ...] = field(init=False, repr=False, default=())

@@ -19,6 +19,7 @@ class Outbox:
     def __init__(self, interval_s: float) -> None:
         """interval_s: the shortest one. 0: nothing waits."""
         self._interval_s, self.due_s = interval_s, 0.0  # due: when all of it goes out
+        self.stretch = 1.0  # of the interval
         self._steps: list[Gains] = []
         self._told: dict[int, int] = {}  # uid -> how many of these steps it has heard of, or will not hear of
         self._urgent: list[Request] = []  # that began or ended in the last step
@@ -45,7 +46,8 @@ class Outbox:
         if not self._steps:
             return []
         if all_of_it or now_s >= self.due_s:
-            self.due_s = now_s + max(self._interval_s, EACH_S * len(self._steps[-1]) * bool(self._interval_s))
+            interval_s = max(self._interval_s, EACH_S * len(self._steps[-1])) if self._interval_s else 0.0
+            self.due_s = now_s + self.stretch * interval_s
             out = self._all()
             self._steps, self._told = [], {}
         else:

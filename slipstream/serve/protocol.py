@@ -18,6 +18,7 @@ from slipstream.serve.problems import Problem
 from slipstream.structured import StructuredOutput
 
 DEFAULT_COMPLETION_TOKENS = 16
+QUICK_PROMPT = 512  # token ids, or characters
 RESERVED_VARIABLES = ("messages", "add_generation_prompt", "self")  # of a chat template: the server sets them
 
 
@@ -227,6 +228,11 @@ class CompletionRequest(Answering):
     prompt: Annotated[list[Any], BeforeValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     logprobs: int | None = None
     echo: Literal[False] | None = None  # a prompt is not repeated; its log-probabilities are prompt_logprobs
+
+    @property
+    def is_quick(self) -> bool:
+        """To be made a request of, in less time than it takes to ask another thread for it."""
+        return not self.stop and sum(map(len, self.prompt)) * (self.n or 1) <= QUICK_PROMPT
 
     @property
     def most_tokens(self) -> int:

@@ -93,6 +93,11 @@ class Job:
         """Prompt tokens that had not to be computed; siblings, who share theirs, do not count."""
         return sum(siblings[0].num_cached or 0 for siblings in self._prompts)
 
+    @property
+    def is_over(self) -> bool:
+        """It was started, and all of its answers were taken to their ends."""
+        return bool(self._requests) and not self._answers
+
     def start(self, prompts: Sequence[Sequence[Request]]) -> None:
         """Put the requests, those of each prompt, into the engine's queue."""
         self._prompts = prompts

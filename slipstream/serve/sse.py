@@ -41,16 +41,17 @@ async def _fail_when_gone(receive: Receive, job: Job) -> None:
 
 
 async def events(job: Job, renderer: Renderer, wanted: StreamOptions) -> AsyncIterator[bytes]:
-    """One event for each answer that gained something; several are sent together where they came together."""
+    """One event for each answer that gained something; what comes together, the end too, is sent together."""
     usage: dict[str, Any] = {"usage": None} if wanted.include_usage else {}
     async for parts in job.parts():
         if wanted.continuous_usage_stats:
             usage = {"usage": usage_of(job)}
-        yield b"".join(_event(json_bytes(renderer.chunk([part], usage))) for part in parts)
-    if wanted.include_usage:
-        usage = {"usage": usage_of(job)}
-        yield _event(json_bytes(renderer.chunk([], usage)))
-    yield _event(b"[DONE]")
+        data = [_event(json_bytes(renderer.chunk([part], usage))) for part in parts]
+        if job.is_over:
+            if wanted.include_usage:
+                data.append(_event(json_bytes(renderer.chunk([], {"usage": usage_of(job)}))))
+            data.append(_event(b"[DONE]"))
+        yield b"".join(data)
 
 
 def _event(data: bytes) -> bytes:
@@ -88,7 +89,8 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for data in self._events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await send({"type": "http.response.body", "body": data, "more_body": not self._job.is_over})
+            return
         except Problem as problem:
             self._problem = problem
             data = _event(json_bytes(problem.body))

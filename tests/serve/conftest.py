@@ -1,27 +1,28 @@
 """A server on a free port, in a thread of the test's process, over a tiny pair in fp32."""
 
+import asyncio
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
-from slipstream.config import SpeculativeConfig
-from slipstream.decide.policy import make_policy
 from slipstream.llm import LLM
 from slipstream.load import Models, load_models
 from slipstream.serve.app import Server, bind
+from slipstream.serve.driver import Driver
+from slipstream.serve.engine_process import EngineProcess
 from slipstream.serve.options import ServeOptions
 from slipstream.serve.service import Service
-from slipstream.testing import assert_nothing_left
 from tests.e2e.conftest import tiny_folders
-from tests.e2e.engines import price
+from tests.serve.engines import make_engines, make_llm, nothing_left
 
-__all__ = ["tiny_folders"]
+__all__ = ["make_llm", "tiny_folders"]
 MODEL = "tiny"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -32,21 +33,14 @@ def tiny_pair(tiny_folders: tuple[Any, Any]) -> Models:
     return load_models(target, drafter, dtype="float32", device="cpu", layout="auto")
 
 
-def make_llm(models: Models, mode: str = "static", **options: Any) -> LLM:
-    fields = {} if mode == "off" else {"draft_model": "tiny"}
-    speculative, policy = SpeculativeConfig.for_mode(mode, **fields), None
-    if mode not in ("off", "static"):  # else what steps cost would be measured, for seconds
-        policy, _ = make_policy(speculative, num_drafts=5, has_head=True, cost=price())
-    return LLM(models, speculative=speculative, policy=policy, **{"max_num_seqs": 4, "page_size": 8, **options})
-
-
 class Running:
     """A server that runs, and clients for it."""
 
     def __init__(self, llms: Sequence[LLM], server: Server, port: int) -> None:
+        """llms: none where they are in a process of their own."""
         self.llms, self.server, self.port = llms, server, port
-        self.llm = llms[0]
         self.url = f"http://127.0.0.1:{port}"
+        self.process: EngineProcess | None = None
         self.http = httpx2.Client(base_url=self.url, timeout=60)
 
     @property
@@ -54,6 +48,18 @@ class Running:
         service = self.server.app.state.service
         assert isinstance(service, Service)
         return service
+
+    @property
+    def llm(self) -> LLM:
+        return self.llms[0]
+
+    def ask(self, function: Callable[[Driver], Any], mode: str | None = None) -> Any:
+        """Of an engine, between two of its steps."""
+
+        async def ask() -> Any:
+            return await self.service.lane(mode).engine.ask(function)
+
+        return asyncio.run_coroutine_threadsafe(ask(), self.server.servers[0].get_loop()).result(60)
 
     def post(self, path: str, **fields: Any) -> httpx2.Response:
         return self.http.post(path, json=fields)
@@ -79,12 +85,15 @@ class Running:
         self.wait_until(lambda: all(lane.num_open == 0 and lane.engine.num_open == 0 for lane in lanes))
         self.wait_until(lambda: self.metric("num_requests_running") + self.metric("num_requests_waiting") == 0)
         assert self.metric("kv_cache_usage_perc") == 0
-        for llm in self.llms:
-            assert_nothing_left(llm.engine)
+        for mode, lane in self.service.lanes.items():
+            if lane.engine.state == "running":
+                assert self.ask(nothing_left, mode)
 
 
 @contextmanager
-def serving(llm: LLM | Sequence[LLM], send_buffer: int | None = None, **options: Any) -> Iterator[Running]:
+def serving(
+    llm: LLM | Sequence[LLM] | EngineProcess, send_buffer: int | None = None, **options: Any
+) -> Iterator[Running]:
     """Ends as SIGTERM would end it. llm: one, or a mode each. send_buffer: bytes that the system takes for a client that
     does not read.
     """
@@ -99,7 +108,8 @@ def serving(llm: LLM | Sequence[LLM], send_buffer: int | None = None, **options:
         while not server.started:
             assert thread.is_alive(), "the server has not started"
             time.sleep(0.005)
-        running = Running(list(llm) if isinstance(llm, Sequence) else [llm], server, bound.getsockname()[1])
+        llms = [] if isinstance(llm, EngineProcess) else list(llm) if isinstance(llm, Sequence) else [llm]
+        running = Running(llms, server, bound.getsockname()[1])
         with running.http:
             yield running
     finally:
@@ -107,6 +117,22 @@ def serving(llm: LLM | Sequence[LLM], send_buffer: int | None = None, **options:
         thread.join(30)
         bound.close()
         assert not thread.is_alive(), "the server has not ended"
+
+
+@contextmanager
+def serving_apart(
+    folders: tuple[Path, Path], *modes: str, make: Any = make_engines, before: Sequence[Any] = (),
+    engine: dict[str, Any] | None = None, **options: Any,
+) -> Iterator[Running]:  # fmt: skip
+    """With the engines in a process of their own. before: what `make` is called with besides."""
+    chosen = ServeOptions(port=0, **options)
+    process = EngineProcess(make, *before, folders, modes or ("static",), engine or {}, options=chosen)
+    try:
+        with serving(process, **options) as running:
+            running.process = process
+            yield running
+    finally:
+        process.close()
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,16 @@ from bench import serving
 ENGINE_ALONE = {"tok_per_s", "step_ms", "cpu_us_per_token", "decode_steps", "tokens"}
 
 
-def test_a_small_run(tiny_folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("in_thread", [True, False])
+def test_a_small_run(
+    in_thread: bool, tiny_folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target, drafter = map(str, tiny_folders)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"turns": ["hi"]}\n')
     options = Namespace(
         model=target, draft=drafter, verify="static", prompts=prompts, requests=6, streams=4, max_tokens=8, temperature=0.0,
-        waves=1, dtype="float32", clients=2, client_cores=None, scrape=0.01, out=None,
+        waves=1, dtype="float32", clients=2, client_cores=None, engine_cores=None, in_thread=in_thread, scrape=0.01, out=None,
     )  # fmt: skip
     report = serving.measure(options)
     offline, served, scraped = report["rows"]

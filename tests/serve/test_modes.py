@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slipstream.cli import main
-from slipstream.commands.serve import _engines, _modes
+from slipstream.commands.serve import _modes, make_engines
 from slipstream.config import SamplingParams, SpeculativeConfig
 from slipstream.load import Models
 from slipstream.options import gather
@@ -157,7 +157,7 @@ def test_modes_split_the_memory_at_hand(tiny_pair: Models, monkeypatch: pytest.M
     modes = [SpeculativeConfig(), SpeculativeConfig.for_mode("static", draft_model="tiny")]
 
     def pools(**options: Any) -> list[int]:
-        made = _engines(gather({"max_model_len": 128, **options}, None), modes)
+        made = make_engines(gather({"max_model_len": 128, **options}, None), modes)
         return [next(int(value) for name, value, _ in llm.notes if name == "kv_memory") for llm in made]  # type: ignore[call-overload]
 
     assert [1 << 18 < size <= 1 << 19 for size in pools()] == [True, True]

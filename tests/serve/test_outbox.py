@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from slipstream.commit import Delta, Gains
 from slipstream.config import SamplingParams
 from slipstream.request import Request
+from slipstream.serve.desk import MOST_STRETCH, Pace
 from slipstream.serve.outbox import EACH_S, Outbox
 
 REQUESTS = [Request(uid, (1,), SamplingParams(), seed=0, eos_token_ids=frozenset()) for uid in range(4)]
@@ -66,6 +67,21 @@ def test_the_interval_grows_with_the_requests() -> None:
     for now, goes_out in ((0.0, True), (3.5 * EACH_S, False), (4.5 * EACH_S, True), (6 * EACH_S, False)):
         box.put(step(dict.fromkeys(range(4), (1,))))
         assert bool(box.take(now)) == goes_out
+
+
+def test_events_get_rarer_where_the_loop_works_all_the_time() -> None:
+    box, pace, now, busy = Outbox(1.0), Pace(), 0.0, 0.0
+    found = []
+    for share in [1.0] * 20 + [0.6] * 5 + [0.2] * 20:
+        now, busy = now + 1.0, busy + share
+        found.append(pace.stretch(now, busy))
+    assert found[0] == 1.25 and found[19] == found[24] == MOST_STRETCH and found[-1] == 1.0
+    box.stretch = 3.0
+    box.put(step({0: (1,)}))
+    box.take(0.0)
+    box.put(step({0: (1,)}))
+    assert not box.take(2.9) and box.due_s == 3.0
+    assert box.take(3.0)
 
 
 def test_every_step_by_itself_where_it_was_asked_for() -> None:

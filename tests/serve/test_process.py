@@ -22,18 +22,13 @@ from slipstream.load import Models
 from slipstream.serve.options import ServeOptions
 from tests.serve.conftest import COMPLETIONS, make_llm
 
-# Steps take long enough for signals to come in between; BREAK is a file that makes the next one fail.
+# In whichever process the engine is: see `make_slow`.
 SLOW = """
-import pathlib, sys, time
-from slipstream.engine import Engine
-step = Engine.step
-def slow(self):
-    time.sleep(0.01)
-    if pathlib.Path(sys.argv[1]).exists():
-        raise ArithmeticError("on purpose")
-    return step(self)
-Engine.step = slow
+import functools, sys
 from slipstream.cli import main
+import slipstream.commands.serve as serve
+from tests.serve import engines
+serve.make_engines = functools.partial(engines.make_slow, sys.argv[1])
 main(sys.argv[2:])
 """
 READER = """
@@ -95,9 +90,10 @@ def test_sigterm_lets_answers_end(tiny_folders: tuple[Path, Path], tiny_pair: Mo
         assert running.wait(20) == 0
 
 
-def test_sigterm_without_grace(tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart", [True, False])
+def test_sigterm_without_grace(apart: bool, tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
     config = tmp_path / "serve.json"
-    config.write_text(json.dumps({"grace_s": 0.1}))
+    config.write_text(json.dumps({"grace_s": 0.1, "engine_process": apart}))
     with (
         process(tiny_folders, tmp_path / "break", "--config", str(config)) as (running, url),
         httpx2.Client(timeout=60) as client,
@@ -105,9 +101,44 @@ def test_sigterm_without_grace(tiny_folders: tuple[Path, Path], tmp_path: Path) 
     ):
         lines = response.iter_lines()
         next(lines)
+        children = children_of(running.pid)
+        assert bool(children) == apart
+        for pid in children:  # systemd tells all of them
+            os.kill(pid, signal.SIGTERM)
         running.send_signal(signal.SIGTERM)
         assert events_of(lines)[-1]["error"]["code"] == "unavailable"
         assert running.wait(20) == 0
+        assert not any(map(is_alive, children))
+
+
+def test_a_server_that_is_killed_leaves_nobody_behind(tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
+    with (
+        process(tiny_folders, tmp_path / "break") as (running, url),
+        httpx2.Client(timeout=60) as client,
+        begin(url, client) as response,
+    ):
+        next(response.iter_lines())
+        (engine,) = children_of(running.pid)
+        running.kill()
+        running.wait(20)
+        end = time.monotonic() + 10
+        while is_alive(engine):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+def children_of(pid: int) -> list[int]:
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+def is_alive(pid: int) -> bool:
+    """Not so are zombies: whoever should have buried them is dead, and init may take its time."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_client_that_is_killed_and_an_engine_that_fails_for_good(

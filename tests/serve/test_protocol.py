@@ -128,9 +128,7 @@ def test_a_message_does_not_repeat_a_body_of_megabytes() -> None:
 def test_ids_are_kept_only_where_they_are_harmless() -> None:
     assert request_id_of("abc-1_2.3") == "abc-1_2.3"
     for bad in (None, "", "a\nb", 'a"b', "x" * 129, "ä"):
-        made = request_id_of(bad)
-        assert made != bad
-        assert made.isalnum()
+        assert request_id_of(bad) is None
 
 
 def test_no_keys_admit_everybody() -> None:
