@@ -128,10 +128,13 @@ def serve(channel: Channel) -> None:
 
 def _listen(incoming: Any, engines: Sequence[Engines]) -> None:
     """In a thread from the start: whoever is gone while engines are made is gone."""
-    for commands in incoming:
-        for command in commands:
-            engines[0].obey(command)  # nothing is sent before they are there
-    os._exit(1)  # nobody is left to serve; a step may never end
+    try:
+        for commands in incoming:
+            for command in commands:
+                engines[0].obey(command)  # nothing is sent before they are there
+    except Exception:
+        log.exception("deaf")
+    os._exit(1)  # nobody is left to serve, or can be heard; a step may never end
 
 
 def _made(order: Order) -> "Sequence[LLM] | SlipstreamError | OSError":

@@ -128,7 +128,8 @@ class EngineProcess:
         """The process is gone: all that was in it has failed."""
         self._end.abandon()
         for desk in self._desks:
-            desk.handle(Failed("the engine's process ended", desk.uids))
+            desk.lose("the engine's process ended")
+        self._unsent.clear()
         reason = f"the engine's process ended {await asyncio.to_thread(self._end.reap)}"
         log.error("engine_process_ended", extra={"fields": {"reason": reason}})
         for desk in self._desks:
@@ -231,10 +232,12 @@ class RemoteEngine(Desk):
         self._unpacker = Unpacker(self._requests)
         self._since: float | None = None
 
-    @property
-    def uids(self) -> list[int]:
-        """Of those that are waited for."""
-        return list(self._mailboxes)
+    def lose(self, reason: str) -> None:
+        """All that is waited for has failed."""
+        self.handle(Failed(reason, list(self._mailboxes)))
+        for answer in list(self._answers.values()):
+            if not answer.done():
+                answer.set_exception(EngineError(reason))
 
     def renew(self) -> None:
         """The process is a new one."""

@@ -7,6 +7,7 @@ them. Called by `service`; runs on the event loop.
 import asyncio
 import math
 
+from slipstream.errors import EngineError
 from slipstream.serve.desk import Desk
 from slipstream.serve.metrics import Metrics, Snapshot, snapshot
 from slipstream.serve.options import ServeOptions
@@ -49,10 +50,12 @@ class Lane:
         self.metrics.answered(self.mode, reason, seconds, seconds_per_token)
 
     async def snapshot(self) -> Snapshot | None:
-        """Of the engine; None where it does not answer in time."""
+        """Of the engine; None where it is not there, or does not answer in time."""
+        if self.engine.state != "running":
+            return None
         try:
             return await asyncio.wait_for(self.engine.ask(snapshot), SNAPSHOT_S)
-        except TimeoutError:
+        except (TimeoutError, EngineError):
             return None
 
     def _retry_after_s(self) -> int:

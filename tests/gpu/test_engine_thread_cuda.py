@@ -12,13 +12,13 @@ from slipstream.config import SamplingParams, SpeculativeConfig
 from slipstream.decide.policy import make_policy
 from slipstream.llm import LLM
 from slipstream.request import Request
-from slipstream.serve.desk import Mailbox
+from slipstream.serve.desk import Desk, Mailbox
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.testing import assert_nothing_left, tiny_models, tiny_spec
 from tests.lossless.harness import on, scripted_cost
 
 
-async def everything(thread: EngineThread, requests: Sequence[Request]) -> tuple[int, ...]:
+async def everything(thread: Desk, requests: Sequence[Request]) -> tuple[int, ...]:
     """The tokens of an only answer."""
     mailbox = Mailbox(1000)
     thread.submit(requests, mailbox)

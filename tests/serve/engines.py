@@ -1,5 +1,6 @@
 """What tests have an engine's process make and do; nothing of the server is needed there."""
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -84,6 +85,10 @@ def break_next(driver: Driver) -> None:
         raise ArithmeticError("on purpose")
 
     engine.launch_verify = broken  # type: ignore[method-assign]
+
+
+def die(driver: Driver, number: int) -> None:
+    os.kill(os.getpid(), number)
 
 
 def fail(driver: Driver) -> None:

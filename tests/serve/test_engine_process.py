@@ -21,6 +21,7 @@ from slipstream.serve.options import ServeOptions
 from tests.serve.conftest import CHAT, COMPLETIONS, Running, serving, serving_apart
 from tests.serve.engines import (
     break_next,
+    die,
     fail,
     make_engines,
     make_late,
@@ -199,7 +200,8 @@ def test_a_process_that_is_killed_is_made_anew(tiny_folders: tuple[Path, Path], 
             lines = response.iter_lines()
             next(lines)
             may_start.unlink()
-            os.kill(before, signal.SIGKILL)
+            with pytest.raises(EngineError, match="process ended"):
+                running.ask(partial(die, number=signal.SIGKILL))
             rest = [json.loads(line.removeprefix("data: ")) for line in lines if line]
         assert (rest[-1]["error"]["type"], rest[-1]["error"]["code"]) == ("server_error", "engine_error")
         for path in ("/health", "/ready"):
