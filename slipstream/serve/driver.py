@@ -55,9 +55,10 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """There will be no new engine."""
+    """There will be no new engine here. is_final: nor should there be one in another process."""
 
     reason: str
+    is_final: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +169,10 @@ class Driver:
         now = time.monotonic()
         is_loop = len(self._failed_at) == MAX_RESTARTS and now - self._failed_at[0] < RESTART_WINDOW_S
         self._failed_at.append(now)
-        if not (self._on_error == "restart" and not is_loop and self._restart(reason)):
+        may_go_on = self._on_error == "restart" and not is_loop
+        if not (may_go_on and self._restart(reason)):
             self._is_dead = True
-            self._post(Dead(reason))
+            self._post(Dead(reason, is_final=not may_go_on))
 
     def _restart(self, reason: str) -> bool:
         """In thread: whether there is a new engine."""

@@ -93,6 +93,10 @@ class EngineProcess:
         self._detach()
         self._end.close()
 
+    def kill(self) -> None:
+        """Have a new one, as if it had ended by itself."""
+        self._end.kill()
+
     def close(self) -> None:
         """End it at once, if it is there; from anywhere, once the loop is over."""
         self._end.close()
@@ -202,6 +206,10 @@ class _ProcessEnd:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_S)
 
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
     def reap(self) -> str:
         """Wait for its end, or make one. Returns how it ended."""
         assert self._process is not None
@@ -260,6 +268,9 @@ class RemoteEngine(Desk):
     def handle(self, message: Message) -> None:
         if isinstance(message, Failed):
             self._hand_over(all_of_it=True)  # what they gained before
+        if isinstance(message, Dead) and not message.is_final:
+            self._process.kill()  # what cannot be mended there, a GPU's context, say, a new process does not have
+            return
         super().handle(message)
 
     @property

@@ -87,6 +87,16 @@ def break_next(driver: Driver) -> None:
     engine.launch_verify = broken  # type: ignore[method-assign]
 
 
+def break_for_good(driver: Driver) -> None:
+    """The next step fails, and no engine can be made after it."""
+
+    def broken() -> None:
+        raise MemoryError
+
+    driver.llm.restart = broken  # type: ignore[method-assign]
+    break_next(driver)
+
+
 def die(driver: Driver, number: int) -> None:
     os.kill(os.getpid(), number)
 

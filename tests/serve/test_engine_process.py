@@ -20,6 +20,7 @@ from slipstream.serve.engine_process import EngineProcess
 from slipstream.serve.options import ServeOptions
 from tests.serve.conftest import CHAT, COMPLETIONS, Running, serving, serving_apart
 from tests.serve.engines import (
+    break_for_good,
     break_next,
     die,
     fail,
@@ -32,6 +33,7 @@ from tests.serve.engines import (
 )
 
 LONG = {"prompt": "once", "max_tokens": 200, "ignore_eos": True, "seed": 1, "temperature": 1, "return_token_ids": True}
+SHORT = {**LONG, "max_tokens": 60}
 MODES = ("static", "off", "lag")
 
 
@@ -143,9 +145,9 @@ def test_what_is_asked_is_answered_or_raised(apart: Running) -> None:
 
 def test_a_step_that_fails_and_one_that_takes_too_long(tiny_folders: tuple[Path, Path], tiny_pair: Models) -> None:
     """The engine is made anew in its process, and requests that wait go on."""
-    params = SamplingParams(temperature=1, seed=1, max_tokens=200, ignore_eos=True)
+    params = SamplingParams(temperature=1, seed=1, max_tokens=60, ignore_eos=True)
     (expected,) = make_llm(tiny_pair, "off").generate(["once"], params)
-    options = {"stall_s": 0.2, "request_timeout_s": 4.0}
+    options = {"stall_s": 0.2, "request_timeout_s": 2.5}
     with serving_apart(tiny_folders, engine={"max_num_seqs": 2}, **options) as running:
         before = engine_of(running)
         running.ask(partial(slow_down, seconds=0.01))
@@ -172,10 +174,10 @@ def break_while_busy(running: Running) -> list[tuple[int, dict[str, Any]]]:
     answers: list[tuple[int, dict[str, Any]]] = []
 
     def ask() -> None:
-        response = running.post(COMPLETIONS, **LONG)
+        response = running.post(COMPLETIONS, **SHORT)
         answers.append((response.status_code, response.json()))
 
-    with running.http.stream("POST", COMPLETIONS, json={**LONG, "stream": True}) as response:
+    with running.http.stream("POST", COMPLETIONS, json={**SHORT, "stream": True}) as response:
         lines = response.iter_lines()
         next(lines)
         threads = [threading.Thread(target=ask) for _ in range(3)]
@@ -226,6 +228,20 @@ def test_a_process_that_is_killed_is_made_anew(tiny_folders: tuple[Path, Path], 
         assert running.server.has_failed
 
 
+@pytest.mark.slow
+def test_an_engine_that_cannot_be_mended_gets_a_new_process(tiny_folders: tuple[Path, Path]) -> None:
+    with serving_apart(tiny_folders, "static", "off") as running:
+        before = engine_of(running)
+        running.ask(break_for_good)
+        assert running.post(COMPLETIONS, **LONG).status_code == 500
+        assert running.post(COMPLETIONS, **LONG).status_code in (200, 500)  # as it came before the end, or after it
+        running.wait_until(lambda: running.http.get("/health").status_code == 200)
+        assert engine_of(running) != before
+        assert running.post(COMPLETIONS, **LONG).status_code == 200
+        running.settle()
+
+
+@pytest.mark.slow
 def test_a_process_that_is_killed_is_the_end_by_option(tiny_folders: tuple[Path, Path]) -> None:
     with serving_apart(tiny_folders, on_engine_error="exit") as running:
         running.ask(partial(slow_down, seconds=0.02))

@@ -90,7 +90,7 @@ def test_sigterm_lets_answers_end(tiny_folders: tuple[Path, Path], tiny_pair: Mo
         assert running.wait(20) == 0
 
 
-@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("apart", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_sigterm_without_grace(apart: bool, tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
     config = tmp_path / "serve.json"
     config.write_text(json.dumps({"grace_s": 0.1, "engine_process": apart}))
