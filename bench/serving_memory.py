@@ -1,4 +1,4 @@
-"""Does a server grow? `slipstream serve` as a process, many requests, and how much memory it has after each thousand.
+"""Does a server grow? `slipstream serve` as a process, many requests, and how much memory it and its engine have after each thousand.
 
     python bench/serving_memory.py --model FOLDER --draft FOLDER --verify lag --out runs/memory.json
 
@@ -66,6 +66,13 @@ async def round_of(port: int, options: argparse.Namespace, seed: int) -> dict[st
     return counts
 
 
+def processes(pid: int) -> dict[str, int]:
+    """The server's, and the one in which its engine is."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    (engine,) = (child for child in children if b"engine_main" in Path(f"/proc/{child}/cmdline").read_bytes())
+    return {"server": pid, "engine": int(engine)}
+
+
 def resident_mb(pid: int) -> float:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
@@ -83,9 +90,8 @@ def main() -> None:
         sink = subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL)  # or its log would stop it
         for number in range(options.rounds):
             counts = asyncio.run(round_of(port, options, number))
-            rounds.append(
-                {"requests": (number + 1) * options.requests, "resident_mb": resident_mb(server.pid), **counts}
-            )
+            resident = {name: resident_mb(pid) for name, pid in processes(server.pid).items()}
+            rounds.append({"requests": (number + 1) * options.requests, "resident_mb": resident, **counts})
             print(json.dumps(rounds[-1]), flush=True)
         server.terminate()
     sink.wait()
