@@ -21,6 +21,7 @@ from torch import Tensor
 from slipstream.kernels.accept import accept_coupled
 from slipstream.kernels.draft import confidence, draft_chain, draft_workspace
 from slipstream.kernels.reject import accept_rejection
+from slipstream.ops.reject import DraftLaw
 from slipstream.plan import NUM_VERDICT_COLUMNS
 
 DEVICE = "cuda"
@@ -86,6 +87,13 @@ def copies(make: Callable[[], Tensor]) -> list[Tensor]:
     return [first, *(make() for _ in range(min(50, int(L2_BYTES // size))))]
 
 
+def even_law(count: int, vocab: int) -> DraftLaw:
+    """Of drafts that may have been any token."""
+    zeros = torch.zeros(count, NUM_DRAFTS, device=DEVICE)
+    logits, drawn = zeros[..., None].to(DTYPE).repeat(1, 1, vocab), torch.ones(count, dtype=torch.bool, device=DEVICE)
+    return DraftLaw(logits, zeros, zeros + vocab, torch.ones(count, device=DEVICE), drawn)
+
+
 def accept(shape: Shape, count: int, width: int, temperature: float, is_rejection: bool = False) -> Row:
     outputs = count * (width + 1)
     step = {
@@ -99,12 +107,11 @@ def accept(shape: Shape, count: int, width: int, temperature: float, is_rejectio
         "result": torch.zeros(count, NUM_VERDICT_COLUMNS + NUM_DRAFTS + 1, dtype=torch.int32, device=DEVICE),
         **slots(count, temperature),
     }
-    if is_rejection:
-        prob = torch.full((count, NUM_DRAFTS, shape.vocab), 1 / shape.vocab, device=DEVICE)
+    law = even_law(count, shape.vocab) if is_rejection else None
 
     def call(logits: Tensor) -> None:
         if is_rejection:
-            accept_rejection(logits, shape.vocab, draft_prob=prob, **step)
+            accept_rejection(logits, shape.vocab, draft_law=law, **step)
         else:
             accept_coupled(logits, shape.vocab, **step)
 

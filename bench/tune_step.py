@@ -6,9 +6,9 @@
 bench/tune_linear.py times a product beside cold weights; in a step it also decides whether a norm is a launch of its own,
 and who waits for whom. A candidate is `TUNED` with some entries replaced, or as it is with every norm a launch (`apart`),
 or with launches that wait for the one before to be over (`late`).
-Replaced entries of one candidate at different numbers of rows have nothing to do with each other. Engines record
-decoding at the given numbers of rows and nothing else. `linear` are the weights of a step multiplied by the library
-alone. Two minutes at most for each model. `--smoke`: a toy, which is how the tests walk through it.
+Entries of one candidate for different numbers of rows are choices of their own: compare candidates row by row. Engines
+record decoding at the given numbers of rows and nothing else. `linear` is the time in which the library multiplies by
+the weights of a step, and does nothing else. Two minutes at most for each model. `--smoke`: a toy, which is how the tests walk through it.
 """
 
 import argparse

@@ -65,7 +65,7 @@ class VerifiedRows:
     batch: Batch
     logits: torch.Tensor  # [O, V]
     features: torch.Tensor | None  # [R, K * H] for the drafter
-    hidden: torch.Tensor | None  # [R, H] where prompts are reported
+    hidden: torch.Tensor | None  # [R, H] at least where prompts are reported
 
 
 @dataclass(frozen=True, slots=True, eq=False)

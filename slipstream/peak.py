@@ -25,7 +25,6 @@ TOO_LARGE = (
 )
 Shape = TypeVar("Shape")
 
-
 # Bytes that engines which are alive were left for their steps and do not hold while they idle: the device does not know of
 # them, and whoever is sized later must not take them.
 _promised: "weakref.WeakKeyDictionary[Engine, int]" = weakref.WeakKeyDictionary()
@@ -42,12 +41,12 @@ def free_use(device: torch.device) -> DeviceUse:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     use = DeviceUse.of(device)
-    others = sum(size for engine, size in _promised.items() if engine.state.context.device == use_device(device))
+    others = sum(size for engine, size in _promised.items() if engine.state.context.device == with_index(device))
     return replace(use, taken=use.taken + others)
 
 
-def use_device(device: torch.device) -> torch.device:
-    """With its number."""
+def with_index(device: torch.device) -> torch.device:
+    """cuda is the current one of them, as tensors name it: cuda:0."""
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 

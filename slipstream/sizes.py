@@ -150,7 +150,8 @@ def gpu_budget(asked: PoolRequest, use: DeviceUse, peak: Peak) -> int:
 
 def _too_little(asked: PoolRequest, use: DeviceUse, peak: Peak, budget: int) -> str:
     sizes, others = asked.sizes, max(use.taken - asked.weights, 0)
-    split = f", of what is left a {asked.share.to_come}th for this engine" if asked.share.to_come > 1 else ""
+    parts = asked.share.to_come
+    split = f", of what is left one of {parts} equal parts by this engine" if parts > 1 else ""
     left = f"{in_words(budget)} are left for the KV pool" if budget > 0 else f"{in_words(-budget)} are missing"
     return (
         f"{left}, and {in_words(asked.least)} are the least that works. Of the GPU's {in_words(use.total)} "

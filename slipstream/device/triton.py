@@ -31,6 +31,8 @@ FENCES = {"draft": "confidence", "accept": "result", "report": "logprobs"}  # wh
 PREFILL_BLOCK_Q = 16  # query rows of an attention tile where somebody prefills
 # Of every tile of an engine that is deterministic: with 7 drafts, what is the best for verification.
 DETERMINISTIC_BLOCK_Q = 8
+# `rank` writes the widths of its own padded shape; `layout` may read more of them, which must be 0 as all padding's.
+_NO_WIDTHS = np.zeros(0, np.int64)
 
 
 def decode_block_q(num_drafts: int) -> int:
@@ -121,7 +123,7 @@ class TritonBackend:
         self._loaded = PlanOnDevice(*(self._plan.received[name] for name in ("slots", "num_given", "emits", "teaches")))
         # What arrived last and is still there: a copy before a graph costs the device 7 to 10 us.
         self._members_np: dict[str, NDArray[Any]] = {}
-        self._widths_np: NDArray[Any] | None = np.zeros(0, np.int64)  # None: `rank` has written over them
+        self._widths_np: NDArray[Any] | None = _NO_WIDTHS  # None: `rank` has written over them
 
     # ------------------------------------------------------------------ what a plan and a decision become
 
@@ -185,9 +187,9 @@ class TritonBackend:
         assert decision.budget is not None
         self._widths_np = None
         self._decision.post(
-            {"caps": decision.caps_np, "budget": np.array([decision.budget]), "calibration": calibration_np},
-            {"caps": 0},
-        )
+            {"widths": _NO_WIDTHS, "caps": decision.caps_np, "budget": np.array([decision.budget]),
+             "calibration": calibration_np}, {"widths": 0, "caps": 0},
+        )  # fmt: skip
         shape = DraftShape(self.buckets.pad_sequences(plan.num_sequences), plan.draft_length, 0)
         replay = self.replay("rank", shape)
         if replay is None:

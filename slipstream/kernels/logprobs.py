@@ -64,6 +64,7 @@ def _report(
     lines: Tensor | None = None,
 ) -> None:  # fmt: skip
     """With num_top and lines, who asks is known on the device alone; most is a bound then. Rows below 0 are left out."""
+    assert logits.stride(1) == 1, "the logits of a row must lie side by side"
     count, vocab_size = len(rows), logits.shape[1]
     block = min(BLOCK, max(16, triton.next_power_of_2(vocab_size)))
     num_tiles = triton.cdiv(vocab_size, block)
@@ -78,7 +79,7 @@ def _report(
     )  # fmt: skip
     _join[(count,)](
         logits, logits.stride(0), vocab_size, rows, token_ids, asked, peaks, sums, before, best, num_tiles,
-        out, 0 if lines is not None else out.stride(0), rows if lines is None else lines, IS_FOUND=is_found,
+        out, 0 if is_found else out.stride(0), lines if is_found else rows, IS_FOUND=is_found,
         TILES=triton.next_power_of_2(num_tiles), PLACES=triton.next_power_of_2(MAX_LOGPROBS),
     )  # fmt: skip
 

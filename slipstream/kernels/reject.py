@@ -3,8 +3,8 @@
 `_row_stats` leaves largest logit, mass and argmax of each (row, tile); `_judge` needs the probability of the drafts
 only; the token after them is drawn by inversion over the one row where the sequence stopped, summed by tiles first. q is
 made of the drafter's logits where it is looked at. Same draws as `verify.accept.RejectionStep` with `CounterSource`, up
-to the rounding of a softmax in fp32. Four fixed launches, no host reads. Called by the engine's GPU path; knows nothing
-of how drafts were drawn.
+to the rounding of a softmax in fp32. Four fixed launches, after torch's own for the columns of a reduced vocabulary; no
+host reads. Called by the engine's GPU path; knows nothing of how drafts were drawn.
 
 Letters in shapes as in `kernels.accept`; D decoding sequences, d drafts of each, Vd columns of the drafter.
 """
