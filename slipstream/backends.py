@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from slipstream.kernels.attention import Workspace
 
 
-TOO_MANY_PAGES = "a KV pool of {} pages does not fit in memory: lower kv_memory or gpu_memory_utilization"
+TOO_MANY_PAGES = "a KV pool of {} pages does not fit in memory: lower kv_memory (on a GPU, or gpu_memory_utilization)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

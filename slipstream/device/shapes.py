@@ -8,6 +8,7 @@ no sequence. Knows nothing of models or kernels.
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from slipstream.ops.attention import Segment
 
@@ -53,6 +54,9 @@ def row_buckets(most: int) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+NUM_KNOWN = 4096  # steps whose shapes are not looked for again
+
+
 class Buckets:
     """The padded shapes of an engine: few enough to be captured at start, fine where rows matter."""
 
@@ -65,9 +69,7 @@ class Buckets:
         self.prefill_rows = tuple(n for n in PREFILL_ROWS if n <= max_rows)
         self.prefill_sequences = (*(n for n in PREFILL_SEQUENCES if n < max_num_seqs), max_num_seqs)
         self._prunes = prunes
-        self._known: dict[
-            tuple[int, int, int, bool, bool, bool], VerifyShape
-        ] = {}  # shapes found before, by the step's own
+        self._find = lru_cache(NUM_KNOWN)(self._padded)
 
     def pad_sequences(self, count: int) -> int:
         return self.sequences[bisect_left(self.sequences, count)]
@@ -80,18 +82,18 @@ class Buckets:
         shaped: bool = False,
     ) -> VerifyShape:  # fmt: skip
         """The smallest captured shape that holds the step; an exact number of rows where none does."""
-        key = num_sequences, num_rows, num_outputs, decode_only, filtered, shaped
-        found = self._known.get(key)
-        if found is None:
-            if decode_only:
-                padded = self.pad_sequences(num_sequences)
-                shape = self._decode(padded, self._up(self._decode_rows(padded), num_rows))
-            else:
-                padded = self._up(self.prefill_sequences, num_sequences)
-                shape = self._mixed(padded, self._up(self.prefill_rows, num_rows))
-            exact = num_sequences, num_outputs
-            self._known[key] = found = replace(shape, filtered=filtered, shaped=shaped, exact=exact)
-        return found
+        return self._find(num_sequences, num_rows, num_outputs, decode_only, filtered, shaped)
+
+    def _padded(
+        self, num_sequences: int, num_rows: int, num_outputs: int, decode_only: bool, filtered: bool, shaped: bool
+    ) -> VerifyShape:
+        if decode_only:
+            padded = self.pad_sequences(num_sequences)
+            shape = self._decode(padded, self._up(self._decode_rows(padded), num_rows))
+        else:
+            padded = self._up(self.prefill_sequences, num_sequences)
+            shape = self._mixed(padded, self._up(self.prefill_rows, num_rows))
+        return replace(shape, filtered=filtered, shaped=shaped, exact=(num_sequences, num_outputs))
 
     def draft_shapes(self, lengths: Sequence[int]) -> Iterator[DraftShape]:
         for count in reversed(self.sequences):
