@@ -21,7 +21,7 @@ from slipstream.load import Models
 from slipstream.models.checkpoint import DrafterSpec
 from slipstream.models.drafters import BlockDrafter
 from slipstream.models.spec import DecoderSpec
-from slipstream.sizes import Sizes
+from slipstream.sizes import Sizes, page_bytes
 from slipstream.verify.accept import CoupledRule, RejectionRule, Rule
 from slipstream.verify.target import Target, TargetForward
 
@@ -140,7 +140,8 @@ def _make_pools(given: Ingredients) -> tuple[KVPool, ...]:
     if given.network is not None:
         _check_draft_vocabulary(given.network, models.vocab_size)
         specs.append(given.network.spec)
-    with must_fit(lambda: f"{TOO_MANY_PAGES.format(sizes.num_pages)}; {memory_of(models.device)}"):
+    needed = sizes.num_pages * page_bytes(models, given.network, sizes) if models.device.type == "cpu" else 0
+    with must_fit(lambda: f"{TOO_MANY_PAGES.format(sizes.num_pages)}; {memory_of(models.device)}", needed):
         return tuple(pool(spec) for spec in specs)
 
 
@@ -155,13 +156,16 @@ def _check_draft_vocabulary(network: BlockDrafter, vocab_size: int) -> None:
 
 
 def _slot_state(sizes: Sizes, device: torch.device) -> SlotState:
+    does_not_fit = (
+        f"max_num_seqs {sizes.max_num_seqs} with max_model_len {sizes.max_model_len} does not fit in memory; "
+        "lower one of them"
+    )
+    columns = 4 * sizes.max_model_len + 8 * -(-sizes.max_model_len // sizes.page_size)  # tokens, pages
     try:
-        return make_slot_state(sizes.max_num_seqs, sizes.max_model_len, sizes.page_size, device)
+        with must_fit(lambda: does_not_fit, sizes.max_num_seqs * columns if device.type == "cpu" else 0):
+            return make_slot_state(sizes.max_num_seqs, sizes.max_model_len, sizes.page_size, device)
     except (RuntimeError, TypeError, MemoryError) as error:  # torch's words for too large, far too large
-        raise CapacityError(
-            f"max_num_seqs {sizes.max_num_seqs} with max_model_len {sizes.max_model_len} does not fit in memory; "
-            "lower one of them"
-        ) from error
+        raise CapacityError(does_not_fit) from error
 
 
 def _workspace(spec: DecoderSpec | DrafterSpec, given: Ingredients) -> "Workspace":

@@ -123,10 +123,14 @@ class _Recipe:
 
 def _reach_positions(models: Models, network: BlockDrafter | None, sizes: Sizes) -> None:
     """Rotary tables go as far as a context, and the block that is drafted behind it."""
-    with must_fit(lambda: f"{NO_ROOM_FOR_POSITIONS.format(sizes.max_model_len)}; {memory_of(models.device)}"):
-        for each in (models.target, network):
-            if each is not None:
-                each.rotary.reach(sizes.max_model_len + sizes.num_drafts + 1)
+    wanted = sizes.max_model_len + sizes.num_drafts + 1
+    for each in (models.target, network):
+        if each is not None:
+            needed = each.rotary.bytes_to_reach(wanted)
+            with must_fit(
+                lambda: f"{NO_ROOM_FOR_POSITIONS.format(sizes.max_model_len)}; {memory_of(models.device)}", needed
+            ):
+                each.rotary.reach(wanted)
 
 
 def _with_pages(

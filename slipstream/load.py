@@ -21,7 +21,7 @@ from slipstream.models.layers import prepack_networks
 from slipstream.models.locate import RANDOM, resolve_drafter, resolve_target
 from slipstream.models.probe import PROMPT, layout_agreement
 from slipstream.models.random_weights import random_decoder, random_drafter
-from slipstream.models.shapes import drafter_shape, shape_name, target_shape
+from slipstream.models.shapes import drafter_shape, num_values, shape_name, target_shape
 from slipstream.models.spec import DecoderSpec
 from slipstream.models.synthetic import synthetic_tokenizer
 from slipstream.models.tokenizer import Tokenizer, load_tokenizer
@@ -89,8 +89,10 @@ def _target(model: str, dtype: torch.dtype, device: torch.device, notes: list[No
     if shape is None:
         path = resolve_target(model)
         tokenizer = load_tokenizer(path)  # first: it takes no time, and a fault is told before gigabytes are read
-        check_tokenizer(tokenizer, read_spec(path), notes)
-        with must_fit(lambda: _too_large("target", model, _files_of(path), device)):
+        spec = read_spec(path)
+        check_tokenizer(tokenizer, spec, notes)
+        needed = num_values(spec) * dtype.itemsize if device.type == "cpu" else 0
+        with must_fit(lambda: _too_large("target", model, _files_of(path), device), needed):
             return load_decoder(path, dtype, device), tokenizer
     with must_fit(lambda: _too_large("target", model, "", device)):
         target = random_decoder(target_shape(shape), dtype, device)

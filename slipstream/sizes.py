@@ -205,16 +205,21 @@ def _gpu_pool(asked: PoolRequest, use: DeviceUse, peak: Callable[[], Peak], note
 def pool_request(
     config: EngineConfig, models: Models, network: BlockDrafter | None, sizes: Sizes, share: Share
 ) -> PoolRequest:
+    logits = sizes.max_num_seqs * (sizes.num_drafts + 1) * models.target.spec.vocab_size * models.dtype.itemsize
+    return PoolRequest(
+        sizes=sizes, page_bytes=page_bytes(models, network, sizes), logits=logits, share=share,
+        weights=weight_bytes(models.target, models.network),
+        utilization=config.gpu_memory_utilization or DEFAULT_UTILIZATION,
+    )  # fmt: skip
+
+
+def page_bytes(models: Models, network: BlockDrafter | None, sizes: Sizes) -> int:
+    """Of a page of target and drafter."""
     specs: list[DecoderSpec | DrafterSpec] = [models.target.spec, *([network.spec] if network else [])]
-    page_bytes = sum(
+    return sum(
         KVPool.page_bytes(spec.num_layers, sizes.page_size, spec.num_kv_heads, spec.head_dim, models.dtype)
         for spec in specs
     )
-    logits = sizes.max_num_seqs * (sizes.num_drafts + 1) * models.target.spec.vocab_size * models.dtype.itemsize
-    return PoolRequest(
-        sizes=sizes, page_bytes=page_bytes, logits=logits, weights=weight_bytes(models.target, models.network), share=share,
-        utilization=config.gpu_memory_utilization or DEFAULT_UTILIZATION,
-    )  # fmt: skip
 
 
 def weight_bytes(*networks: nn.Module | None) -> int:

@@ -41,8 +41,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def must_fit(message: Callable[[], str]) -> Iterator[None]:
-    """What finds no memory inside is a CapacityError of that message; what it had made until then is let go."""
+def must_fit(message: Callable[[], str], cpu_bytes: int = 0) -> Iterator[None]:
+    """What finds no memory inside is a CapacityError of that message; what it had made until then is let go.
+
+    cpu_bytes: what it takes of a CPU's memory, asked for beforehand: Linux promises memory that it does not have, and ends
+    the process that uses it.
+    """
+    if cpu_bytes > memory_at_hand() + _swap_at_hand():
+        raise CapacityError(f"{message()} ({in_words(cpu_bytes)} are needed)")
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -62,9 +68,19 @@ def memory_of(device: torch.device) -> str:
 
 def memory_at_hand() -> int:
     """What this machine could still give to a program, in bytes."""
-    meminfo = Path("/proc/meminfo")  # what sysconf calls available leaves out the page cache, which fills with uptime
-    found = re.search(r"^MemAvailable: +(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.is_file() else None
-    return int(found[1]) * 1024 if found else 8 << 30
+    found = _meminfo("MemAvailable")  # what sysconf calls available leaves out the page cache, which fills with uptime
+    return 8 << 30 if found is None else found
+
+
+def _swap_at_hand() -> int:
+    return _meminfo("SwapFree") or 0
+
+
+def _meminfo(name: str) -> int | None:
+    """What Linux says of its memory, in bytes."""
+    meminfo = Path("/proc/meminfo")
+    found = re.search(rf"^{name}: +(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.is_file() else None
+    return int(found[1]) * 1024 if found else None
 
 
 def release_cached(device: torch.device) -> None:

@@ -168,6 +168,11 @@ class Rotary(nn.Module):
         if wanted > len(self.cos_sin):
             self.cos_sin = self._compute(wanted).to(self.cos_sin.device)
 
+    def bytes_to_reach(self, num_positions: int) -> int:
+        """What `reach` takes of the CPU's memory while it works: the table, and what that is made of."""
+        wanted = min(num_positions, self.max_position)
+        return 4 * wanted * self.head_dim * self.cos_sin.itemsize if wanted > len(self.cos_sin) else 0
+
     def _compute(self, num_positions: int) -> Tensor:
         positions = torch.arange(num_positions, dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, inverse_frequencies(self.rope, self.head_dim))

@@ -15,7 +15,7 @@ from slipstream.errors import CapacityError, ConfigError
 from slipstream.llm import LLM
 from slipstream.peak import extrapolated, spread
 from slipstream.sizes import FEWEST_PAGES, Peak, PoolRequest, Share, Sizes, gpu_budget, size_pool
-from slipstream.testing import tiny_models
+from slipstream.testing import tiny_models, tiny_spec
 
 GIB = 1 << 30
 SIZES = Sizes(
@@ -210,6 +210,21 @@ def test_a_pool_that_does_not_fit_is_a_capacity_error(monkeypatch: pytest.Monkey
     monkeypatch.setattr(backends, "KVPool", without_memory)
     with pytest.raises(CapacityError, match=r"KV pool of .* pages does not fit in memory: lower kv_memory"):
         LLM(tiny_models(), max_model_len=64)
+
+
+def test_a_cpu_is_not_asked_for_memory_that_it_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux would promise it all the same, and end the process that uses it."""
+    monkeypatch.setattr(memory, "memory_at_hand", lambda: 1 << 20)
+    monkeypatch.setattr(memory, "_swap_at_hand", lambda: 0)
+    with pytest.raises(CapacityError, match=r"KV pool of 514 pages.*kv_memory.*1\.00 MiB free.*2\.01 MiB are needed"):
+        LLM(tiny_models(), max_model_len=128, kv_memory="2TiB")
+    with pytest.raises(CapacityError, match=r"max_num_seqs 2000 with max_model_len 256 .*2\.20 MiB are needed"):
+        LLM(tiny_models(), max_num_seqs=2000, kv_memory="64KiB")
+    claims = tiny_models(spec=tiny_spec(max_position_embeddings=1 << 20))
+    with pytest.raises(CapacityError, match=r"tables of 1048576 positions do not fit.*1\.00 MiB free.*128\.00 MiB are"):
+        LLM(claims, kv_memory="64KiB")
+    with pytest.raises(CapacityError, match=r"the target 'smollm2-135m' does not fit in memory, its files.*are needed"):
+        load.load_models("smollm2-135m", dtype="float32", device="cpu")
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
