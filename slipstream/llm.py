@@ -162,18 +162,20 @@ class LLM(Host):
     def restart(self) -> None:
         """A new engine over the same weights, with the totals of the old one, whose requests are lost.
 
-        Its KV pool is as large. A drafter or a policy of your own is used again as it stands.
+        Its KV pool is as large. A drafter or a policy of your own is used again as it stands. Where there is no room for it
+        (CapacityError), there is no engine until a later call succeeds.
         """
-        totals, num_steps, notes = self.engine.totals, self.engine.num_decode_steps, len(self.notes)
+        if hasattr(self, "engine"):  # the one before may have found no room
+            self._counted = self.engine.totals, self.engine.num_decode_steps
+            del self.engine
         pool_bytes: Any = next(value for name, value, _ in self.notes if name == "kv_memory")
         same = dataclasses.replace(self.config, kv_memory=pool_bytes)  # others may have taken their part since
-        del self.engine
         gc.collect()  # on a device there may be no room for two
         if self.models.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.engine = build_engine(self.models, self.speculative, same, self.notes, *self._given)
-        del self.notes[notes:]  # they were said once
-        self.engine.totals, self.engine.num_decode_steps = totals, num_steps
+        notes = list(self.notes)  # they are not said again
+        self.engine = build_engine(self.models, self.speculative, same, notes, *self._given)
+        self.engine.totals, self.engine.num_decode_steps = self._counted
         self.facts = self._facts()
 
     # ------------------------------------------------------------------ for its own methods

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream import load, sizes
-from slipstream.config import EngineConfig
+from slipstream.config import EngineConfig, SamplingParams
 from slipstream.device import memory
 from slipstream.device.memory import DeviceUse, in_words, must_fit
 from slipstream.errors import CapacityError, ConfigError
@@ -175,6 +175,21 @@ def test_an_engine_made_anew_has_a_pool_of_the_same_size(monkeypatch: pytest.Mon
     monkeypatch.setattr(sizes, "memory_at_hand", lambda: 0)  # others have taken it
     llm.restart()
     assert llm.engine.scheduler.pages.num_pages == before
+
+
+def test_an_engine_that_found_no_room_can_be_made_once_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(tiny_models(), max_model_len=128)
+    (before,), notes = llm.generate([[3, 4, 5]], SamplingParams(max_tokens=4, ignore_eos=True)), list(llm.notes)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "memory_at_hand", lambda: 0)
+        patch.setattr(memory, "_swap_at_hand", lambda: 0)
+        for _ in range(2):
+            with pytest.raises(CapacityError, match="kv_memory"):
+                llm.restart()
+    llm.restart()
+    assert llm.engine.totals.emitted == before.spec.emitted and llm.notes == notes
+    (after,) = llm.generate([[3, 4, 5]], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert after.token_ids == before.token_ids
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
