@@ -28,6 +28,7 @@ from slipstream.logprobs import Wanted
 from slipstream.plan import NUM_VERDICT_COLUMNS, Decision, StepPlan
 
 FENCES = {"draft": "confidence", "accept": "result", "report": "logprobs"}  # what stages write that is exported
+_NO_WIDTHS = np.zeros(0, np.int64)
 PREFILL_BLOCK_Q = 16  # query rows of an attention tile where somebody prefills
 # Of every tile of an engine that is deterministic: with 7 drafts, what is the best for verification.
 DETERMINISTIC_BLOCK_Q = 8
@@ -186,6 +187,7 @@ class TritonBackend:
         """The signal is where `hold` left it: a captured stage has no argument."""
         assert decision.budget is not None
         self._widths_np = None
+        # A step in which somebody prefills may be padded to more sequences than are ranked: those have no widths.
         self._decision.post(
             {"widths": _NO_WIDTHS, "caps": decision.caps_np, "budget": np.array([decision.budget]),
              "calibration": calibration_np}, {"widths": 0, "caps": 0},

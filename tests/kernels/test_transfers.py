@@ -17,12 +17,12 @@ from tests.lossless.harness import on
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def engine(device: str, mode: str) -> LLM:
+def engine(device: str, mode: str, slots: int = 4) -> LLM:
     speculative = SpeculativeConfig()
     if mode != "off":
         speculative = SpeculativeConfig.for_mode(mode, draft_model="tiny", num_speculative_tokens=2)
     models = on(device, tiny_models("dspark", spec=tiny_spec(vocab_size=20)))
-    return LLM(models, speculative=speculative, backend="triton", max_model_len=64, page_size=8, max_num_seqs=4)
+    return LLM(models, speculative=speculative, backend="triton", max_model_len=64, page_size=8, max_num_seqs=slots)
 
 
 def counted(box: Any) -> list[set[str]]:
@@ -47,6 +47,22 @@ def test_plain_steps_send_nothing_but_new_pages_and_who_takes_part(device: str) 
     # The prompt with its page, decoding, a page each at positions 8 and 16; the next token's page may come a step early.
     assert 3 <= len(plans) <= 5
     assert not decisions
+
+
+def test_whoever_is_not_ranked_has_no_width_left_from_former_steps(device: str) -> None:
+    """Three sequences of which one prefills are padded to 8, and to 4 where they are ranked."""
+    backend: Any = engine(device, "lag-budget", slots=8).engine.backend
+    mixed = backend.buckets.verify(3, 6, 3, decode_only=False).num_sequences
+    assert mixed > backend.buckets.pad_sequences(3)
+    for width in (2, 1, 2, 1):  # all buffers that take turns
+        widths = np.full(8, width, np.int32)
+        backend.place(Decision(widths_np=widths, budget=None, caps_np=widths))
+    caps = np.array([2, 2, 0], np.int32)
+    plan = SimpleNamespace(num_sequences=3, draft_length=2)
+    for _ in range(4):
+        decision = Decision(widths_np=None, budget=3, caps_np=caps)
+        found = backend.rank(plan, decision, torch.empty(0), np.zeros((2, 2, 2), np.float32)).tolist()
+        assert sum(found[:2]) == 3 and found[2:] == [0] * 6
 
 
 def test_widths_lie_where_they_are_read_whatever_was_there(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
