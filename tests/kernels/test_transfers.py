@@ -85,16 +85,3 @@ def test_widths_lie_where_they_are_read_whatever_was_there(device: str, monkeypa
             backend.rank(plan, decision, torch.empty(0), np.zeros((2, 2, 2), np.float32))
     num_sent = sum("caps" not in names for names in posts)
     assert 0 < num_sent < num_placed
-
-
-def test_no_width_of_an_earlier_step_stands_behind_those_that_are_ranked(device: str) -> None:
-    """A step with prompts is padded further than `rank` is: what it reads behind would be rows of nobody."""
-    backend: Any = engine(device, "lag-budget").engine.backend
-    for width in (2, 1, 2, 1, 2, 1):  # whatever buffers take turns
-        widths = np.full(4, width, np.int32)
-        backend.place(Decision(widths_np=widths, budget=None, caps_np=widths))
-    caps, plan = np.full(2, 2, np.int32), SimpleNamespace(num_sequences=2, draft_length=2)
-    signal = backend.buffers.signal_of(2, 2).fill_(0.5)
-    decision = Decision(widths_np=None, budget=3, caps_np=caps)
-    widths = backend.rank(plan, decision, signal, np.ones((2, 2, 2), np.float32))
-    assert widths[:2].sum() == 3 and widths[2:].tolist() == [0, 0]
