@@ -94,6 +94,7 @@ class Session:
         if group == "pruning":
             llm.engine.policy = self._policy(llm, mode, drafts, pinned)
             llm.speculative = self._config(mode, drafts)
+            llm.facts = replace(llm.facts, speculative=llm.speculative)
         return llm
 
     def close(self) -> None:

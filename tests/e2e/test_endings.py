@@ -154,16 +154,15 @@ def test_fault_16_a_string_that_any_token_completes(mode, drafts, overlap):
 def test_fault_16_each_token_in_turn_is_the_end_of_the_model(mode, drafts, overlap):
     """EOS, a stop id and a stop string on one token; EOS comes first, and its text is cut at the string all the same."""
     llm = engine(mode, drafts, overlap)
-    models = llm.models
+    facts = llm.facts
     for place in range(0, LENGTH, 3):
         eos = whole()[0][place]
-        llm.models = dataclasses.replace(models, tokenizer=dataclasses.replace(models.tokenizer, eos_token_ids=(eos,)))
-        assert eos in llm.models.eos_token_ids
+        llm.facts = dataclasses.replace(facts, eos_token_ids=facts.eos_token_ids | {eos})
         params = SamplingParams(max_tokens=LENGTH, stop=string_at(whole()[0], place), ignore_eos=False)
         answers = llm.generate(PROMPTS, params)
         for case, answer in zip(zip(PROMPTS, whole(), strict=True), answers, strict=True):
-            assert ends_of(answer) == expected(*case, params, llm.models.eos_token_ids)
-    llm.models = models
+            assert ends_of(answer) == expected(*case, params, llm.facts.eos_token_ids)
+    llm.facts = facts
 
 
 @pytest.mark.parametrize("mode", ["static", "lag"])
