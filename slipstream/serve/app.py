@@ -121,10 +121,18 @@ def _on_bug(http: Request, error: Exception) -> Response:
 
 def bind(options: ServeOptions) -> socket.socket:
     """The address, taken before a model is loaded for it. OSError where it cannot be."""
+    try:
+        return _bound(options, may_share=False)
+    except OSError:  # perhaps by connections of a server that is gone
+        return _bound(options, may_share=True)
+
+
+def _bound(options: ServeOptions, may_share: bool) -> socket.socket:
+    """may_share: with connections that are over, and on Linux with whoever says so too and does not listen yet."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     # The protocol is named for asyncio, which lets small packets out at once (TCP_NODELAY) only where it is.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, may_share)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAF_CLIENT_MS)
     try:
@@ -144,6 +152,8 @@ def run(llms: "Offered", options: ServeOptions, model: str, bound: socket.socket
         gc.collect()
         gc.freeze()
     server.run(sockets=[bound])
+    if server.error is not None:
+        raise server.error
     if server.has_failed:
         raise EngineError("the engine has failed and was not restarted; the log says why")
 
@@ -153,6 +163,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, llms: "Offered", options: ServeOptions, model: str) -> None:
         self.has_failed = False
+        self.error: OSError | None = None  # why it never listened
         self.engines = _engines(llms)
         self.app = make_app(self.engines, options, model, self._on_dead)
         self._closing: asyncio.Task[None] | None = None
@@ -173,15 +184,24 @@ class Server(uvicorn.Server):
         with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread: whoever runs it there stops it
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.close)
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            self.error, self.should_exit = OSError(f"cannot listen: {error.strerror or error}"), True
+            await self.lifespan.shutdown()  # which would say that it was cancelled
         if self.started and sockets:
             host, port = sockets[0].getsockname()[:2]
+            for each in sockets:  # its connections, once they are over, keep no later server from the port
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             log.info("serving", extra={"fields": {"host": host, "port": port, "model": self.app.state.service.model}})
 
     def close(self) -> None:
         """Begin to end; at the second call end."""
         if self._closing is not None:
             self.should_exit = self.force_exit = True
+            logging.getLogger("uvicorn").setLevel(
+                logging.CRITICAL
+            )  # of each request that it cancels it has a traceback
             return
         log.info("draining")
         self._closing = asyncio.get_running_loop().create_task(self._drain())

@@ -19,8 +19,9 @@ import pytest
 from slipstream.cli import main
 from slipstream.config import SamplingParams
 from slipstream.load import Models
+from slipstream.serve.app import bind, run
 from slipstream.serve.options import ServeOptions
-from tests.serve.conftest import COMPLETIONS, make_llm
+from tests.serve.conftest import COMPLETIONS, make_llm, serving
 
 # In whichever process the engine is: see `make_slow`.
 SLOW = """
@@ -111,6 +112,24 @@ def test_sigterm_without_grace(apart: bool, tiny_folders: tuple[Path, Path], tmp
         assert not any(map(is_alive, children))
 
 
+def test_a_second_signal_ends_it_at_once(tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
+    with (
+        process(tiny_folders, tmp_path / "break") as (running, url),
+        httpx2.Client(timeout=60) as client,
+        begin(url, client) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        (engine,) = children_of(running.pid)
+        running.send_signal(signal.SIGINT)
+        assert running.stderr is not None
+        assert '"draining"' in next(running.stderr)
+        running.send_signal(signal.SIGINT)
+        assert running.wait(20) == 0
+        assert "Traceback" not in running.stderr.read()
+        assert not is_alive(engine)
+
+
 def test_a_server_that_is_killed_leaves_nobody_behind(tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
     with (
         process(tiny_folders, tmp_path / "break") as (running, url),
@@ -190,6 +209,34 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert refused("--port", str(taken.getsockname()[1])) == 1
     assert "cannot be bound" in capsys.readouterr().err
+
+
+def test_a_port_for_which_somebody_else_is_loading() -> None:
+    """It is taken, although nobody listens there yet."""
+    with bind(ServeOptions(port=0)) as first, pytest.raises(OSError, match="cannot be bound"):
+        bind(ServeOptions(port=first.getsockname()[1])).close()
+
+
+def test_a_port_is_free_when_its_server_has_ended(tiny_pair: Models) -> None:
+    with serving(
+        make_llm(tiny_pair, "off")
+    ) as running:  # whose end closes a connection first, so that the system keeps it
+        assert running.http.get("/health").status_code == 200
+        port = running.port
+    bind(ServeOptions(port=port)).close()
+
+
+def test_a_port_at_which_somebody_else_listens_by_now(tiny_pair: Models, caplog: pytest.LogCaptureFixture) -> None:
+    """No traceback of it."""
+    with socket.socket() as bound, socket.socket() as other:
+        for each in (bound, other):
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", 0))
+        other.bind(bound.getsockname())
+        other.listen()
+        with pytest.raises(OSError, match="cannot listen: Address already in use"):
+            run(make_llm(tiny_pair, "off"), ServeOptions(), "tiny", bound)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize("library", ["fastapi", "uvicorn", "prometheus_client"])
