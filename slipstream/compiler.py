@@ -73,6 +73,7 @@ class Trials:
         self._pipe: Connection | None = None
         self._sender: threading.Thread | None = None  # of the last question
         self._vocabulary: Vocabulary | None = None  # that the child has
+        self._is_over = False
 
     def run(self, vocabulary: Vocabulary, ask: Ask, meanwhile: Callable[[], bool]) -> None:
         """RequestError, which says why, for a grammar that cannot be had.
@@ -125,6 +126,9 @@ class Trials:
             pipe, far_end = Pipe()
             with far_end:
                 self._pipe, self._child = pipe, spawn(__name__, far_end.fileno())
+            if self._is_over:
+                self.close()
+                raise EngineError("this process ends, and compiles no more grammars")
             try:
                 if _answer(pipe, MOST_START_SECONDS, meanwhile) is not None:
                     return pipe
@@ -142,6 +146,13 @@ class Trials:
         was_killed = self._child.returncode in (-signal.SIGKILL, -signal.SIGTERM)
         self.close()
         return was_killed
+
+    def end(self) -> None:
+        """For good, whoever waits for a grammar: from any thread. Python waits for that thread before it ends."""
+        self._is_over = True
+        child = self._child
+        if child is not None:
+            child.kill()
 
     def close(self) -> None:
         """Kill the child, if there is one."""

@@ -66,6 +66,7 @@ def serve(
     _require_libraries()
     _bound_kept_products()
     options.engine_config()  # refuses before anything is loaded
+    from slipstream.compiler import shared_trials
     from slipstream.serve.app import bind, run
 
     bound = bind(serving)
@@ -73,6 +74,7 @@ def serve(
         with _engines(options, modes, serving) as engines:
             run(engines, serving, options.model or DEFAULT_MODEL, bound)
     finally:
+        shared_trials().end()
         bound.close()
 
 

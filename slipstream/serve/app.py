@@ -199,9 +199,10 @@ class Server(uvicorn.Server):
         """Begin to end; at the second call end."""
         if self._closing is not None:
             self.should_exit = self.force_exit = True
-            logging.getLogger("uvicorn").setLevel(
-                logging.CRITICAL
-            )  # of each request that it cancels it has a traceback
+            if isinstance(self.engines, EngineProcess):
+                self.engines.end()
+            # It has a traceback of each request that it cancels.
+            logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
             return
         log.info("draining")
         self._closing = asyncio.get_running_loop().create_task(self._drain())

@@ -87,11 +87,18 @@ class EngineProcess:
         self._is_stopping = True
         self._send_all()
         if self._restarting is not None:
-            self._restarting.cancel()
+            self.end()
         if self._end.channel is not None:
             await asyncio.to_thread(self._end.wait)
         self._detach()
         self._end.close()
+
+    def end(self) -> None:
+        """On the loop: at once, and there will be no other one; whoever waits for either does not wait long."""
+        self._is_stopping = True
+        if self._restarting is not None:
+            self._restarting.cancel()
+        self._end.end()
 
     def kill(self) -> None:
         """Have a new one, as if it had ended by itself."""
@@ -168,6 +175,7 @@ class _ProcessEnd:
     def __init__(self) -> None:
         self.channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_over = False
 
     @property
     def pid(self) -> int | None:
@@ -180,6 +188,8 @@ class _ProcessEnd:
         with far:
             self._process = spawn("slipstream.serve.engine_main", far.fileno(), is_quiet=False)
         try:
+            if self._is_over:
+                raise EngineError("there is nobody to serve any more")
             channel.send(order)
             ready = next(channel.receive(), None)
             if ready is None:
@@ -207,8 +217,14 @@ class _ProcessEnd:
                 self._process.wait(END_S)
 
     def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
+        process = self._process
+        if process is not None:
+            process.kill()
+
+    def end(self) -> None:
+        """There will be no other one: from any thread, while another one starts it."""
+        self._is_over = True
+        self.kill()
 
     def reap(self) -> str:
         """Wait for its end, or make one. Returns how it ended."""

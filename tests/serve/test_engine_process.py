@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -13,9 +14,11 @@ from typing import Any
 import httpx2
 import pytest
 
+from slipstream.child import spawn
 from slipstream.config import SamplingParams
 from slipstream.errors import CheckpointError, EngineError
 from slipstream.load import Models
+from slipstream.serve import engine_process
 from slipstream.serve.engine_process import EngineProcess
 from slipstream.serve.options import ServeOptions
 from tests.serve.conftest import CHAT, COMPLETIONS, Running, serving, serving_apart
@@ -226,6 +229,31 @@ def test_a_process_that_is_killed_is_made_anew(tiny_folders: tuple[Path, Path], 
         running.wait_until(lambda: running.service.engine.state == "dead")
         running.wait_until(lambda: running.server.should_exit)
         assert running.server.has_failed
+
+
+def test_a_server_that_ends_while_a_process_is_started(
+    tiny_folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not wait for what nobody needs any more."""
+    may_start = tmp_path / "may-start"
+    may_start.touch()
+    started: list[subprocess.Popen[bytes]] = []
+    with serving_apart(tiny_folders, make=make_late, before=[may_start]) as running:
+        assert running.post(COMPLETIONS, **LONG).status_code == 200
+        may_start.unlink()
+        is_starting = threading.Event()
+
+        def late(*arguments: Any, **options: Any) -> "subprocess.Popen[bytes]":
+            is_starting.set()
+            time.sleep(1)
+            started.append(spawn(*arguments, **options))
+            return started[0]
+
+        monkeypatch.setattr(engine_process, "spawn", late)
+        os.kill(engine_of(running), signal.SIGKILL)
+        assert is_starting.wait(10)
+    assert started[0].poll() is not None
+    assert not running.server.has_failed
 
 
 @pytest.mark.slow

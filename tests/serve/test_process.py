@@ -7,9 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,31 @@ def test_a_second_signal_ends_it_at_once(tiny_folders: tuple[Path, Path], tmp_pa
         assert running.wait(20) == 0
         assert "Traceback" not in running.stderr.read()
         assert not is_alive(engine)
+
+
+def test_a_second_signal_while_a_grammar_is_compiled(tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Python waits for threads that work, and this one has 20 s."""
+    names = (f"p{number}" for number in range(200))
+    schema = {"type": "object", "properties": {name: {"type": "string", "pattern": ".{0,900}"} for name in names}}
+    with process(tiny_folders, tmp_path / "break") as (running, url), httpx2.Client(timeout=60) as client:
+
+        def ask() -> None:
+            with suppress(httpx2.HTTPError):
+                client.post(url + COMPLETIONS, json={"prompt": "x", "structured": {"json": schema}})
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        end = time.monotonic() + 20
+        while len(children_of(running.pid)) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        children = children_of(running.pid)
+        for _ in range(2):
+            time.sleep(0.2)
+            running.send_signal(signal.SIGTERM)
+        assert running.wait(8) == 0
+        thread.join(20)
+        assert not any(map(is_alive, children))
 
 
 def test_a_server_that_is_killed_leaves_nobody_behind(tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
