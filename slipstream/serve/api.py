@@ -4,7 +4,7 @@ Every error leaves in the shape of the OpenAI API, with a status that says whose
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from importlib import metadata
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ from slipstream.serve.protocol import (
     parse,
 )
 from slipstream.serve.render import Chat, Completion, Renderer, Spelling, Style, usage_of
-from slipstream.serve.service import Service
+from slipstream.serve.service import Job, Service
 from slipstream.serve.sse import EventStream, events, watched
 from slipstream.serve.stats import Stats
 
@@ -196,10 +196,10 @@ async def _answer(
     job = service.open(lane, num_prompts * (asked.n or 1), bool(asked.return_steps))
     handed_over = False
     try:
-        job.start(await _in_pool(service, asked, prepare))
-        entry.fields["prompt_tokens"] = job.num_prompt_tokens
-        renderer = Renderer(style, entry.request_id, service.model, _spelling(http), asked.return_token_ids)
         async with watched(http.receive, job):
+            job.start(await _unless_failed(job, _in_pool(service, asked, prepare), asked.asks_for_form))
+            entry.fields["prompt_tokens"] = job.num_prompt_tokens
+            renderer = Renderer(style, entry.request_id, service.model, _spelling(http), asked.return_token_ids)
             if asked.stream:
                 # Headers wait for the first token: whatever is wrong before that gets a status of its own.
                 await job.begun()
@@ -213,6 +213,22 @@ async def _answer(
     finally:
         if not handed_over:
             job.close()
+
+
+async def _unless_failed(job: Job, work: Coroutine[Any, Any, Any], may_take_long: bool) -> Any:
+    """The result of work for a job. Problem as soon as its client has left or its time is up, if the work may take long."""
+    if not may_take_long:
+        return await work
+    task = asyncio.ensure_future(work)
+    job.mailbox.on_failure = task.cancel
+    try:
+        await asyncio.wait([task])
+    finally:
+        task.cancel()
+        job.mailbox.on_failure = lambda: None
+    if job.mailbox.failure is not None:
+        raise job.mailbox.failure
+    return task.result()
 
 
 async def _in_pool(service: Service, asked: Body, work: Callable[[], Any]) -> Any:

@@ -5,6 +5,7 @@ import json
 import threading
 from typing import Any
 
+import httpx2
 import pytest
 
 from slipstream.config import SamplingParams
@@ -225,3 +226,30 @@ def test_requests_are_checked_before_they_are_added(tiny_pair: Models) -> None:
     small = make_llm(tiny_pair, kv_memory=1 << 15, max_num_seqs=1)
     assert small.room_for_answer(0) == small.engine.scheduler.pages.num_usable * 8 < small.max_model_len
     assert small.prepare("x", SamplingParams(max_tokens=small.room_for_answer(1)))
+
+
+def test_whoever_waits_for_a_grammar_need_not(tiny_pair: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hostile ones take 20 s each, one after another: time runs meanwhile, and clients leave."""
+    llm, may_go_on = make_llm(tiny_pair), threading.Event()
+
+    def compile_slowly(*_: Any) -> Any:
+        may_go_on.wait(30)
+        raise RequestError("structured is too late")
+
+    monkeypatch.setattr(llm.grammars, "compile", compile_slowly)
+    fields = {"prompt": "x", "structured": {"regex": "a"}}
+    with serving(llm, request_timeout_s=0.5) as running:
+        try:
+            for stream in (False, True):
+                response = running.post(COMPLETIONS, **fields, stream=stream)
+                assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
+            running.service.options = dataclasses.replace(running.service.options, request_timeout_s=60)
+            for lane in running.service.lanes.values():
+                lane.options = running.service.options
+            with pytest.raises(httpx2.TimeoutException):
+                running.http.post(COMPLETIONS, json=fields, timeout=0.3)
+            running.wait_until(lambda: running.service.num_open == 0)
+            assert running.post(COMPLETIONS, prompt="x", max_tokens=3).status_code == 200
+        finally:
+            may_go_on.set()
+        running.settle()
