@@ -1,11 +1,14 @@
 """`slipstream serve`."""
 
 import dataclasses
+import logging
 import os
+import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -20,6 +23,8 @@ from slipstream.serve.options import ServeOptions
 if TYPE_CHECKING:
     from slipstream.llm import LLM
     from slipstream.serve.engine_process import EngineProcess
+
+log = logging.getLogger("slipstream.serve")
 
 KEPT_PRODUCTS = 128
 
@@ -68,14 +73,27 @@ def serve(
     options.engine_config()  # refuses before anything is loaded
     from slipstream.compiler import shared_trials
     from slipstream.serve.app import bind, run
+    from slipstream.serve.logs import configure_logging
 
     bound = bind(serving)
+    before = signal.signal(signal.SIGTERM, _end)  # the first process of a container would not heed it
+    configure_logging()
+    about = {"model": options.model or DEFAULT_MODEL, "modes": [mode.mode for mode in modes]}
+    log.info("loading", extra={"fields": about})
     try:
         with _engines(options, modes, serving) as engines:
-            run(engines, serving, options.model or DEFAULT_MODEL, bound)
+            try:
+                run(engines, serving, options.model or DEFAULT_MODEL, bound)
+            finally:
+                shared_trials().end()
     finally:
-        shared_trials().end()
         bound.close()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    """While it does not serve yet. What was begun is taken back."""
+    sys.exit(128 + number)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """`slipstream serve` as a process: signals, exit codes, and mistakes that are noticed before a model is loaded."""
 
 import json
+import logging
 import os
 import re
 import signal
@@ -42,6 +43,16 @@ with httpx2.stream("POST", sys.argv[1], json=eval(sys.argv[2]), timeout=60) as r
         pass
 """
 LONG = {"prompt": "once", "max_tokens": 150, "ignore_eos": True, "seed": 1, "return_token_ids": True}
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """A command that is called here sets them up for its process."""
+    loggers = [logging.getLogger(name) for name in ("slipstream.serve", "uvicorn")]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    yield
+    for logger, (logger.handlers, logger.propagate, level) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
 
 
 @contextmanager
@@ -111,6 +122,26 @@ def test_sigterm_without_grace(apart: bool, tiny_folders: tuple[Path, Path], tmp
         assert events_of(lines)[-1]["error"]["code"] == "unavailable"
         assert running.wait(20) == 0
         assert not any(map(is_alive, children))
+
+
+def test_sigterm_while_it_loads(tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Its log has said so, and nobody stays behind. The first process of a container would not heed a signal that it has no
+    handler for.
+    """
+    target, drafter = map(str, tiny_folders)
+    command = [sys.executable, "-m", "slipstream", "serve", "--model", target, "--draft", drafter, "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        assert json.loads(next(running.stderr))["event"] == "loading"
+        end = time.monotonic() + 20
+        while not children_of(running.pid):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        children = children_of(running.pid)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(20) == 128 + signal.SIGTERM
+        assert not any(map(is_alive, children))
+        assert not running.stderr.read()
 
 
 def test_a_second_signal_ends_it_at_once(tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -252,7 +283,7 @@ def test_a_port_is_free_when_its_server_has_ended(tiny_pair: Models) -> None:
     bind(ServeOptions(port=port)).close()
 
 
-def test_a_port_at_which_somebody_else_listens_by_now(tiny_pair: Models, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_port_at_which_somebody_else_listens_by_now(tiny_pair: Models, capsys: pytest.CaptureFixture[str]) -> None:
     """No traceback of it."""
     with socket.socket() as bound, socket.socket() as other:
         for each in (bound, other):
@@ -262,7 +293,7 @@ def test_a_port_at_which_somebody_else_listens_by_now(tiny_pair: Models, caplog:
         other.listen()
         with pytest.raises(OSError, match="cannot listen: Address already in use"):
             run(make_llm(tiny_pair, "off"), ServeOptions(), "tiny", bound)
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("library", ["fastapi", "uvicorn", "prometheus_client"])
