@@ -112,7 +112,9 @@ class _Station:
 
 def serve(channel: Channel) -> None:
     incoming = channel.receive()
-    order: Order = next(incoming)
+    order: Order | None = next(incoming, None)
+    if order is None:  # whoever started this has ended since
+        return
     configure_logging(order.log_level)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     engines: list[Engines] = []

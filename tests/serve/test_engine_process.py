@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -284,6 +285,15 @@ def test_a_process_that_is_killed_is_the_end_by_option(tiny_folders: tuple[Path,
         running.wait_until(lambda: running.server.has_failed)
         with pytest.raises(httpx2.HTTPError):
             running.wait_until(lambda: running.post(COMPLETIONS, **LONG).status_code == 0)
+
+
+def test_a_process_whose_server_has_ended_already(capfd: pytest.CaptureFixture[str]) -> None:
+    near, far = socket.socketpair()
+    near.close()
+    with far:
+        process = spawn("slipstream.serve.engine_main", far.fileno(), is_quiet=False)
+    assert process.wait(60) == 0
+    assert capfd.readouterr().err == ""
 
 
 def test_engines_that_cannot_be_made(tmp_path: Path, tiny_folders: tuple[Path, Path]) -> None:
