@@ -140,8 +140,8 @@ def test_sigterm_while_it_loads(tiny_folders: tuple[Path, Path], tmp_path: Path)
         children = children_of(running.pid)
         running.send_signal(signal.SIGTERM)
         assert running.wait(20) == 128 + signal.SIGTERM
-        assert not any(map(is_alive, children))
         assert not running.stderr.read()
+        wait_for_ends(children)
 
 
 def test_a_second_signal_ends_it_at_once(tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_second_signal_while_a_grammar_is_compiled(tiny_folders: tuple[Path, P
             running.send_signal(signal.SIGTERM)
         assert running.wait(8) == 0
         thread.join(20)
-        assert not any(map(is_alive, children))
+        wait_for_ends(children)
 
 
 def test_a_server_that_is_killed_leaves_nobody_behind(tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -197,10 +197,14 @@ def test_a_server_that_is_killed_leaves_nobody_behind(tiny_folders: tuple[Path, 
         (engine,) = children_of(running.pid)
         running.kill()
         running.wait(20)
-        end = time.monotonic() + 10
-        while is_alive(engine):
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_for_ends([engine])
+
+
+def wait_for_ends(pids: list[int]) -> None:
+    end = time.monotonic() + 10
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def children_of(pid: int) -> list[int]:
