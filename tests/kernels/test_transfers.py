@@ -38,6 +38,7 @@ def counted(box: Any) -> list[set[str]]:
     return posts
 
 
+@pytest.mark.slow
 def test_plain_steps_send_nothing_but_new_pages_and_who_takes_part(device: str) -> None:
     llm = engine(device, "off")
     backend: Any = llm.engine.backend

@@ -103,6 +103,7 @@ def test_streams_join_to_the_whole(apart: Running) -> None:
     assert [choice["finish_reason"] for choice in choices][-1] == "length"
 
 
+@pytest.mark.slow
 def test_structured(apart: Running) -> None:
     """Grammars are tried by the server, and compiled where the engine is."""
     fields = {"prompt": "x", "seed": 1, "max_tokens": 100, "n": 2}

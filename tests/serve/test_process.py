@@ -162,6 +162,7 @@ def test_a_second_signal_ends_it_at_once(tiny_folders: tuple[Path, Path], tmp_pa
         assert not is_alive(engine)
 
 
+@pytest.mark.slow
 def test_a_second_signal_while_a_grammar_is_compiled(tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
     """Python waits for threads that work, and this one has 20 s."""
     names = (f"p{number}" for number in range(200))
