@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from bench import memory
 
 
+@pytest.mark.slow
 def test_both_parts_are_served_and_measured(tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
     target, drafter = map(str, tiny_folders)
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"

@@ -111,7 +111,7 @@ def test_answers_have_the_form(temperature: float) -> None:
     assert alone.token_ids == found["free"][0], "a free request noticed its neighbours"
 
 
-QUICK = {("lag", 0.0), ("lag-budget", 1.0)}
+QUICK = {("lag", 0.0)}
 CASES = [
     pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in product(SPECULATING, (0.0, 1.0))
 ]

@@ -331,7 +331,7 @@ PARTS = {
     "deterministic": deterministic,
     "reports": reports,
 }
-LONG = ("networks", "products", "deterministic")
+LONG = ("networks", "products", "acceptance", "deterministic")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a device, every test of a kernel compiles it")

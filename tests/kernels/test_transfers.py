@@ -50,6 +50,7 @@ def test_plain_steps_send_nothing_but_new_pages_and_who_takes_part(device: str) 
     assert not decisions
 
 
+@pytest.mark.slow
 def test_whoever_is_not_ranked_has_no_width_left_from_former_steps(device: str) -> None:
     """Three sequences of which one prefills are padded to 8, and to 4 where they are ranked."""
     backend: Any = engine(device, "lag-budget", slots=8).engine.backend

@@ -16,6 +16,7 @@ from slipstream.kernels.linear import choose_tile
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
+@pytest.mark.slow
 def test_every_candidate_is_timed_in_every_wave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "found" / "out.json"
     assert tune_step.main(["8b", "--smoke", "--waves", "2", "--rows", "2", "--out", str(out)]) == 0
