@@ -118,7 +118,7 @@ class TritonBackend:
         )  # fmt: skip
         self._decision = Mailbox(
             {"widths": ((num_slots,), np.int64), "caps": ((num_slots,), np.int64), "budget": ((1,), np.int64),
-             "calibration": ((2, max(num_drafts, 1), 2), np.float32)}, device, beside=True,
+             "calibration": ((2, max(num_drafts, 1), 2), np.float32)}, device, beside=num_drafts > 0,
         )  # fmt: skip
         self.no_widths = self._decision.received["widths"]  # where widths arrive; none are there yet
         self._loaded = PlanOnDevice(*(self._plan.received[name] for name in ("slots", "num_given", "emits", "teaches")))

@@ -81,6 +81,3 @@ def add_linear(
         return None
     wide = residual.float() if residual.dtype != torch.float64 else residual
     return HalfNormed((wide * following[0]).to(residual.dtype), wide.square().sum(1, keepdim=True))
-
-
-REFERENCE = Products(fused_linear, add_linear)
