@@ -89,6 +89,7 @@ def _graphs(engine: Engine, device: torch.device, draft_lengths: Sequence[int]) 
     decode = shapes.verifies[len(mixed) :]
     every: tuple[Sequence[DraftShape | VerifyShape | int], ...] = (shapes.drafts, mixed, decode, shapes.reports)
     kinds = [spread(kind, NUM_SAMPLED) for kind in every]
+    torch.cuda.empty_cache()  # capturing does so too, and what the steps left would hide what graphs take
     with garbage_left_alone():
         start, recording = DeviceUse.of(device).taken, Recording(engine)
         for kind in kinds:
