@@ -35,7 +35,8 @@ class Shapes:
         assert isinstance(backend, TritonBackend), "this backend captures nothing"
         drafts = list(backend.buckets.draft_shapes(draft_lengths)) if backend.pads_drafts else []
         verifies, sizes = list(backend.buckets.verify_shapes()), backend.buckets.report_sizes()
-        return cls(drafts, verifies, sizes, 1 + 2 * engine.rule.captures)
+        num_accepts = len(accept_shapes(verifies[0])) if engine.rule.captures else 0
+        return cls(drafts, verifies, sizes, 1 + num_accepts)
 
     @property
     def num_graphs(self) -> int:
@@ -102,8 +103,16 @@ class Recording:
         rows = self._graphs.capture(("verify", shape), stages)
         self._logits = rows.logits
         if engine.rule.captures:
-            for each in (shape, replace(shape, shaped=True)):  # without and with penalties and edits
+            for each in accept_shapes(shape):
                 self._graphs.capture(("accept", each), partial(engine.accept_stages, each, drafted, rows))
+
+
+def accept_shapes(shape: VerifyShape) -> tuple[VerifyShape, ...]:
+    """Under what wishes acceptance is recorded: none, penalties and edits, filters.
+
+    Both together need a copy of the logits, and a grammar changes them outside of graphs: such steps are launched.
+    """
+    return shape, replace(shape, shaped=True), replace(shape, filtered=True)
 
 
 def nobody() -> StepPlan:

@@ -103,8 +103,8 @@ class StepPlan:
 
     @property
     def any_filtered(self) -> bool:
-        """Somebody asks for tokens to be left out."""
-        return self.any_top_k or self.any_top_p or self.any_min_p or self.any_constrained
+        """Somebody asks for top-k, top-p or min-p."""
+        return self.any_top_k or self.any_top_p or self.any_min_p
 
     @property
     def any_shaped(self) -> bool:

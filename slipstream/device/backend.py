@@ -111,6 +111,7 @@ class TorchBackend:
             draft_length=plan.draft_length,
             filtered=plan.any_filtered,
             shaped=plan.any_shaped,
+            struck=plan.any_constrained,
             keeps_hidden=plan.reads_prompts,
             segments=_segments(plan, decision),
             exact=(plan.num_sequences, num_outputs),

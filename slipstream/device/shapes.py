@@ -37,8 +37,9 @@ class VerifyShape:
     num_outputs: int  # O rows whose logits are wanted
     decode_only: bool  # every row is an output
     draft_length: int  # columns of the verdict, less one
-    filtered: bool = False  # somebody asks for top-k, top-p or min-p, or has a grammar
+    filtered: bool = False  # somebody asks for top-k, top-p or min-p
     shaped: bool = False  # somebody asks for penalties or edits
+    struck: bool = False  # somebody has a grammar: acceptance reads logits that were made for this step
     keeps_hidden: bool = False  # somebody asks for log-probabilities of a prompt; in buckets hidden states always stay
     segments: tuple[Segment, ...] = ()  # bounds for attention in plain torch; none in buckets
     exact: tuple[int, int] = field(default=(0, 0), compare=False)  # sequences and outputs of the very step, unpadded
@@ -79,21 +80,24 @@ class Buckets:
 
     def verify(
         self, num_sequences: int, num_rows: int, num_outputs: int, *, decode_only: bool, filtered: bool = False,
-        shaped: bool = False,
+        shaped: bool = False, struck: bool = False,
     ) -> VerifyShape:  # fmt: skip
         """The smallest captured shape that holds the step; an exact number of rows where none does."""
-        return self._find(num_sequences, num_rows, num_outputs, decode_only, filtered, shaped)
+        return self._find(num_sequences, num_rows, num_outputs, decode_only, filtered, shaped, struck)
 
     def _padded(
-        self, num_sequences: int, num_rows: int, num_outputs: int, decode_only: bool, filtered: bool, shaped: bool
-    ) -> VerifyShape:
+        self, num_sequences: int, num_rows: int, num_outputs: int, decode_only: bool, filtered: bool, shaped: bool,
+        struck: bool,
+    ) -> VerifyShape:  # fmt: skip
         if decode_only:
             padded = self.pad_sequences(num_sequences)
             shape = self._decode(padded, self._up(self._decode_rows(padded), num_rows))
         else:
             padded = self._up(self.prefill_sequences, num_sequences)
             shape = self._mixed(padded, self._up(self.prefill_rows, num_rows))
-        return replace(shape, filtered=filtered, shaped=shaped, exact=(num_sequences, num_outputs))
+        return replace(
+            shape, filtered=filtered, shaped=shaped, struck=struck, exact=(num_sequences, num_outputs)
+        )  # fmt: skip
 
     def draft_shapes(self, lengths: Sequence[int]) -> Iterator[DraftShape]:
         for count in reversed(self.sequences):

@@ -226,11 +226,12 @@ class TritonBackend:
             decode_only=plan.num_decode == plan.num_sequences,
             filtered=plan.any_filtered,
             shaped=plan.any_shaped,
+            struck=plan.any_constrained,
         )
 
     def replay(self, stage: str, shape: DraftShape | VerifyShape | None) -> Callable[[], object] | None:
-        if stage == "verify" and isinstance(shape, VerifyShape) and (shape.filtered or shape.shaped):
-            shape = replace(shape, filtered=False, shaped=False)  # what is changed are the logits, afterwards
+        if stage == "verify" and isinstance(shape, VerifyShape) and (shape.filtered or shape.shaped or shape.struck):
+            shape = replace(shape, filtered=False, shaped=False, struck=False)  # logits are changed afterwards
         captured = self.graphs.find((stage, shape)) if self.graphs else None
         return None if captured is None else captured.replay
 

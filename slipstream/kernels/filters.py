@@ -36,16 +36,6 @@ _ROUNDER = tl.constexpr(393216.0)  # 1.5 * 2^18: a float64 of this size is a mul
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Filters:
-    """What slots ask for; see `ops.sample.filter_logits`."""
-
-    temperature: Tensor  # [N + 1] fp32
-    top_k: Tensor  # [N + 1] int64, 0 = off
-    top_p: Tensor  # [N + 1] fp32, 1 = off
-    min_p: Tensor  # [N + 1] fp32, 0 = off
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Cut:
     """Token t of a row stays where its logit is above `floor`, or equal to it and t <= `last`."""
 
@@ -53,48 +43,48 @@ class Cut:
     last: Tensor  # [O] int32
 
 
-def cut_rows(logits: Tensor, num_token_ids: int, filters: Filters, *, output_sequence: Tensor, slots: Tensor) -> Cut:
+def cut_rows(
+    logits: Tensor, num_token_ids: int, *, output_sequence: Tensor, slots: Tensor, temperature: Tensor, top_k: Tensor,
+    top_p: Tensor, min_p: Tensor,
+) -> Cut:  # fmt: skip
     """The cut of every row that belongs to a sequence; of others anything.
 
     logits [O, V'] bf16 or fp32 of which the columns below num_token_ids count; output_sequence [O] (-1: nobody's), slots
-    [B] int64. Greedy rows, and those with NaN or +inf or nothing but -inf, are not cut.
+    [B] int64; what slots ask for, as in `filter_logits`: temperature, top_p, min_p [N + 1] fp32, top_k [N + 1] int64.
+    Greedy rows, and those with NaN or +inf or nothing but -inf, are not cut.
     """
     assert logits.stride(1) == 1, "the logits of a row must lie side by side"
     assert logits.dtype in (torch.bfloat16, torch.float32), logits.dtype
     count, device = len(logits), logits.device
-    cut = Cut(
-        torch.empty(count, dtype=torch.float32, device=device), torch.empty(count, dtype=torch.int32, device=device)
-    )
-    if not count:
-        return cut
     unused_bits = 16 if logits.dtype == torch.bfloat16 else 0  # of a logit in fp32
     passes = 1 + (32 - unused_bits) // 4  # of each search: the first goes by values, the others divide by 16
     tile = min(TILE, max(16, triton.next_power_of_2(num_token_ids)))
     num_tiles = triton.cdiv(num_token_ids, tile)
-    share = triton.cdiv(num_tiles, min(num_tiles, triton.cdiv(_PROGRAMS, count)))  # tiles of a program
-    summits = torch.empty(count, num_tiles, dtype=torch.float32, device=device)
-    ties = torch.empty(count, num_tiles, dtype=torch.int32, device=device)
-    peaks = torch.empty_like(cut.floor)
-    brackets = torch.empty(2 * passes, 2, count, dtype=torch.int32, device=device)
-    amounts = torch.empty(2 * passes, 3, count, dtype=torch.float64, device=device)
-    sums = torch.zeros(2 * passes, count, _BOUNDS, dtype=torch.float64, device=device)
-    rows = logits, logits.stride(0), num_token_ids, output_sequence, slots
-    asked = filters.temperature, filters.top_k, filters.top_p
-    search = peaks, brackets, amounts, sums
-    sizes = {"UNUSED": unused_bits, "TILE": tile}
-    whole = {"TILES": triton.next_power_of_2(num_tiles), "num_warps": 4}
-    grid, at_once = (triton.cdiv(num_tiles, share), count), min(_TOKENS_AT_ONCE, tile)
-    _find_summits[grid](*rows, *asked, filters.min_p, summits, num_tiles, share, TILE=tile, num_warps=4)
-    _begin[(count,)](*rows[2:], *asked, filters.min_p, summits, num_tiles, *search, UNUSED=unused_bits, **whole)
+    tiles_each = triton.cdiv(num_tiles, min(num_tiles, triton.cdiv(_PROGRAMS, max(count, 1))))  # of a program
+
+    def make(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    cut = Cut(make(count, dtype=torch.float32), make(count, dtype=torch.int32))
+    if not count:
+        return cut
+    summits, ties = make(count, num_tiles, dtype=torch.float32), make(count, num_tiles, dtype=torch.int32)
+    search = (
+        torch.empty_like(cut.floor), make(2 * passes, 2, count, dtype=torch.int32),
+        make(2 * passes, 3, count, dtype=torch.float64),
+        torch.zeros(2 * passes, count, _BOUNDS, dtype=torch.float64, device=device),
+    )  # fmt: skip
+    rows = logits, logits.stride(0), num_token_ids, output_sequence, slots, temperature, top_k, top_p
+    tiles, end = (summits, num_tiles, tiles_each), (2 * passes, passes)
+    sizes: dict[str, int] = {"UNUSED": unused_bits, "TILE": tile, "num_warps": 4}
+    whole, at_once = {"TILES": triton.next_power_of_2(num_tiles)}, min(_TOKENS_AT_ONCE, tile)
+    grid = triton.cdiv(num_tiles, tiles_each), count
+    _find_summits[grid](*rows, min_p, *tiles, TILE=tile, num_warps=4)
+    _begin[(count,)](*rows[2:], min_p, summits, num_tiles, *search, UNUSED=unused_bits, **whole, num_warps=4)
     for step in range(2 * passes):
-        _narrow[grid](
-            *rows, *asked, summits, num_tiles, share, *search, step, passes, IS_SHARE=step >= passes, AT_ONCE=at_once,
-            **sizes, num_warps=4,
-        )  # fmt: skip
-    _count_ties[grid](*rows, *asked, summits, num_tiles, share, *search, 2 * passes, passes, ties, **sizes, num_warps=4)
-    _finish[(count,)](
-        *rows, *asked, filters.min_p, num_tiles, *search, 2 * passes, passes, ties, cut.floor, cut.last, **sizes, **whole
-    )
+        _narrow[grid](*rows, *tiles, *search, step, passes, IS_SHARE=step >= passes, AT_ONCE=at_once, **sizes)
+    _count_ties[grid](*rows, *tiles, *search, *end, ties, **sizes)
+    _finish[(count,)](*rows, min_p, num_tiles, *search, *end, ties, cut.floor, cut.last, **sizes, **whole)
     return cut
 
 
@@ -209,19 +199,19 @@ def _state(
     return low, high, before, through, need
 
 
-@triton.jit(do_not_specialize=["num_tiles", "share"])
+@triton.jit(do_not_specialize=["num_tiles", "tiles_each"])
 def _find_summits(
     logits, row_stride, num_token_ids, output_sequence, slots, temperature, top_k, top_p, min_p, summits, num_tiles,
-    share, TILE: tl.constexpr,
+    tiles_each, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program: the largest logit of each of `share` tiles of one row; NaN counts as +inf, as it does in acceptance."""
+    """One program: the largest logit of each of some tiles of one row; NaN counts as +inf, as it does in acceptance."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     sequence = tl.load(output_sequence + row)
     if sequence >= 0:
         slot = tl.load(slots + sequence)
         _, _, _, by_count, by_share = _wishes(slot, 0.0, num_token_ids, temperature, top_k, top_p)
         if by_count | by_share | (tl.load(min_p + slot) > 0):
-            for tile in range(part * share, tl.minimum((part + 1) * share, num_tiles)):
+            for tile in range(part * tiles_each, tl.minimum((part + 1) * tiles_each, num_tiles)):
                 token_id = tile * TILE + tl.arange(0, TILE)
                 x = tl.load(logits + row * row_stride + token_id, mask=token_id < num_token_ids, other=-_INF)
                 x = x.to(tl.float32)
@@ -259,10 +249,10 @@ def _begin(
         tl.store(peaks + row, peak)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "share_of_tiles", "step", "passes"])
+@triton.jit(do_not_specialize=["num_tiles", "tiles_each", "step", "passes"])
 def _narrow(
     logits, row_stride, num_token_ids, output_sequence, slots, temperature, top_k, top_p, summits, num_tiles,
-    share_of_tiles, peaks, brackets, amounts, sums, step, passes, IS_SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
+    tiles_each, peaks, brackets, amounts, sums, step, passes, IS_SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
     UNUSED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program: some tiles of one row, of which it adds up what lies at or above each bound of this step."""
@@ -289,7 +279,7 @@ def _narrow(
                 floor = _value(low, UNUSED)
                 found = tl.zeros((BOUNDS, AT_ONCE), tl.float64)  # threads lie along the tokens
                 is_reached = False
-                for tile in range(part * share_of_tiles, tl.minimum((part + 1) * share_of_tiles, num_tiles)):
+                for tile in range(part * tiles_each, tl.minimum((part + 1) * tiles_each, num_tiles)):
                     if tl.load(summits + row * num_tiles + tile) >= floor:
                         is_reached = True
                         for first in tl.range(tile * TILE, (tile + 1) * TILE, AT_ONCE, loop_unroll_factor=4):
@@ -306,10 +296,10 @@ def _narrow(
                     tl.atomic_add(at, tl.sum(found, axis=1), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["num_tiles", "share_of_tiles", "step", "passes"])
+@triton.jit(do_not_specialize=["num_tiles", "tiles_each", "step", "passes"])
 def _count_ties(
     logits, row_stride, num_token_ids, output_sequence, slots, temperature, top_k, top_p, summits, num_tiles,
-    share_of_tiles, peaks, brackets, amounts, sums, step, passes, ties, UNUSED: tl.constexpr, TILE: tl.constexpr,
+    tiles_each, peaks, brackets, amounts, sums, step, passes, ties, UNUSED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program: some tiles of one row, and how many tokens of each have the logit that was found."""
     part, row, num_outputs = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
@@ -324,7 +314,7 @@ def _count_ties(
                 UNUSED,
             )  # fmt: skip
             floor = _value(low, UNUSED)
-            for tile in range(part * share_of_tiles, tl.minimum((part + 1) * share_of_tiles, num_tiles)):
+            for tile in range(part * tiles_each, tl.minimum((part + 1) * tiles_each, num_tiles)):
                 num_ties = tl.full((), 0, tl.int32)
                 if tl.load(summits + row * num_tiles + tile) >= floor:
                     token_id = tile * TILE + tl.arange(0, TILE)

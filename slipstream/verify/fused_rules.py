@@ -1,7 +1,7 @@
 """Stage `accept` in Triton, under either rule, over padded rows. `CoupledRule` and `RejectionRule` are the references.
 
-Coupled acceptance goes by device values and shapes alone, penalties and edits included, so it can be captured. Rejection
-takes what the draft was drawn from, new tensors in every step, and is launched as it is. Filters are torch's.
+Coupled acceptance goes by device values and shapes alone, filters, penalties and edits included, so it can be captured.
+Rejection takes what the draft was drawn from, new tensors in every step, and is launched as it is; its filters are torch's.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,14 @@ from slipstream.device.shapes import VerifyShape
 from slipstream.device.state import PlanOnDevice, SlotState
 from slipstream.device.triton import StepBuffers, TiledBatch
 from slipstream.kernels.accept import accept_coupled, deterministic_tile_size
+from slipstream.kernels.filters import cut_rows
 from slipstream.kernels.reject import accept_rejection
 from slipstream.kernels.shape_logits import Shaper, shape_logits
 from slipstream.ops.noise import CounterSource, gumbel
 from slipstream.ops.reject import DraftLaw
 from slipstream.ops.sample import coupled_targets
 from slipstream.plan import StepPlan
-from slipstream.verify.accept import Asked, RejectionStep, Verdict, filtered, view_sampling
+from slipstream.verify.accept import RejectionStep, Verdict, filtered, view_sampling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +39,7 @@ class FusedCoupledRule:
 
     def begin(self, state: SlotState, loaded: PlanOnDevice, plan: StepPlan, vocab_size: int) -> "FusedCoupledStep":
         return FusedCoupledStep(
-            state, loaded, vocab_size, self.sample_drafts, self.buffers, self.shaper, Asked.of(plan), self.deterministic
+            state, loaded, vocab_size, self.sample_drafts, self.buffers, self.shaper, self.deterministic
         )  # fmt: skip
 
 
@@ -50,7 +51,6 @@ class FusedCoupledStep:
     sample_drafts: bool
     buffers: StepBuffers
     shaper: Shaper
-    asked: Asked
     deterministic: bool
     shares_noise: ClassVar[bool] = True
 
@@ -74,16 +74,17 @@ class FusedCoupledStep:
     def judge(
         self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_law: DraftLaw | None, shape: VerifyShape
     ) -> Verdict:
-        """Where filters are applied, logits come to the kernel divided by the temperature; if deterministic they come as
-        they do where nobody filters, and scores are rounded as there."""
+        """Filters read a row several times: with them, penalties and edits are applied in a copy."""
         assert isinstance(batch, TiledBatch)
-        shaper = self.shaper if shape.shaped and not shape.filtered else None
+        shaper, cut, state = self.shaper if shape.shaped and not shape.filtered else None, None, self.state
         if shape.filtered:
-            logits = _shaped(self.shaper, batch, logits, self.state, self.buffers, self.vocab_size, shape)
-            logits = filtered(logits, self.state, self.asked, batch.output_slots, deterministic=self.deterministic)
+            logits = _shaped(self.shaper, batch, logits, state, self.buffers, self.vocab_size, shape)
+            cut = cut_rows(
+                logits, self.vocab_size, output_sequence=batch.output_sequence, slots=batch.slots,
+                temperature=state.temperature, top_k=state.top_k, top_p=state.top_p, min_p=state.min_p,
+            )  # fmt: skip
         block = deterministic_tile_size(self.vocab_size) if self.deterministic else None
-        is_filtered = shape.filtered and not self.deterministic
-        accept = partial(accept_coupled, block=block, shaper=shaper, is_filtered=is_filtered)
+        accept = partial(accept_coupled, block=block, shaper=shaper, cut=cut)
         return _judge(accept, batch, logits, self.vocab_size, self.state, self.buffers, shape)
 
 

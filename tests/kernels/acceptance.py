@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.accept import accept_coupled
+from slipstream.kernels.filters import Cut, cut_rows
 from slipstream.ops.noise import gumbel
 from slipstream.ops.reject import count_accepted_coupled
 from slipstream.ops.sample import coupled_targets, filter_logits, invalid_rows
@@ -32,15 +33,20 @@ class Case:
     tensors: dict[str, Tensor]  # the other arguments, by name
     top_k: Tensor  # [N + 1]
     top_p: Tensor  # [N + 1]
+    min_p: Tensor  # [N + 1]
 
-    def filtered(self, deterministic: bool = False) -> Tensor:
+    def filtered(self) -> Tensor:
         """[O, V] after temperature and filters; padding rows as whatever comes out."""
         slots = self.tensors["slots"][self.tensors["output_sequence"].clamp(min=0)]
         known, top_k, top_p = self.logits[:, : self.num_token_ids].float(), self.top_k[slots], self.top_p[slots]
         flags = {"any_top_k": bool(top_k.any()), "any_top_p": bool((top_p < 1).any())}
-        return filter_logits(
-            known, self.tensors["temperature"][slots], top_k, top_p, deterministic=deterministic, **flags
-        )
+        return filter_logits(known, self.tensors["temperature"][slots], top_k, top_p, min_p=self.min_p[slots], **flags)
+
+    def cut(self) -> Cut:
+        """The same for kernels."""
+        named = {name: self.tensors[name] for name in ("output_sequence", "slots", "temperature")}
+        asked = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+        return cut_rows(self.logits, self.num_token_ids, **named, **asked)
 
     def chosen(self) -> Tensor:
         """[O] the target's token of every row."""
@@ -134,6 +140,7 @@ def make_case(
         integers(0, num_token_ids, NUM_SLOTS + 1, MAX_LEN + 1).int().to(device),
         {name: tensor.to(device) for name, tensor in tensors.items()},
         torch.zeros(NUM_SLOTS + 1, dtype=torch.int64, device=device), torch.ones(NUM_SLOTS + 1, device=device),
+        torch.zeros(NUM_SLOTS + 1, device=device),
     )  # fmt: skip
     chosen = case.chosen()
     for sequence, agrees in enumerate(torch.rand(count, MAX_DRAFTS, generator=generator).to(device) < agreement):

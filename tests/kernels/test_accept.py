@@ -1,14 +1,17 @@
 """Coupled acceptance on the device against the torch ops, over ragged mixes with padding on every side."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from slipstream.kernels.accept import accept_coupled, apply, row_best
-from tests.kernels.acceptance import make_case
+from tests.kernels.acceptance import Case, make_case
 
 # Interpreted kernels are numpy, which warns of the infinities that masked lanes compute with.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
+SLOW = pytest.mark.slow  # interpreted
 SAMPLING = ("slots", "num_given", "context", "temperature", "seed")
 
 
@@ -84,12 +87,38 @@ def test_minus_infinity_is_a_logit_like_others(device: str) -> None:
     case.check(case.accept())
 
 
-def test_filtered_logits_are_not_divided_again(device: str) -> None:
-    case = make_case(device)
+def filtering(device: str, **options: Any) -> Case:
+    """A case in which most sequences filter, the greedy ones in vain; hot, so that it makes a difference."""
+    case = make_case(device, **{"heat": (0.0, 3.0, 2.7, 0.0, 3.3, 1e-9, 0.0), **options})
     slots = case.tensors["slots"][: case.count]
     case.top_k[slots] = torch.tensor([0, 5, 20, 3, 0, 1, 0], device=device)
     case.top_p[slots] = torch.tensor([1.0, 0.9, 1.0, 0.5, 0.6, 1.0, 1.0], device=device)
-    case.check(case.accept(logits=case.filtered(), is_filtered=True))
+    case.min_p[slots] = torch.tensor([0.1, 0.0, 0.05, 0.0, 0.0, 0.0, 1.0], device=device)
+    return case
+
+
+def test_filters(device: str, dtype: torch.dtype) -> None:
+    case = filtering(device, dtype=dtype)
+    plain, ours = case.accept(), case.accept(cut=case.cut())
+    case.check(ours)
+    assert not torch.equal(ours, plain), "the control"
+
+
+@SLOW
+def test_filters_over_several_tiles_of_acceptance(device: str, dtype: torch.dtype) -> None:
+    """Tiles in which nothing is left, the last one among them."""
+    case = filtering(device, dtype=dtype, num_token_ids=2500)
+    case.logits[:, 300:2400:3] -= 9.0
+    case.check(case.accept(cut=case.cut()))
+
+
+def test_rows_that_are_not_finite_are_flagged_though_others_are_cut(device: str) -> None:
+    case = filtering(device, heat=(1.0,) * 7, num_token_ids=60)
+    first = case.tensors["cu_outputs"].tolist()
+    case.logits[first[2], 3], case.logits[first[3], 3], case.logits[first[4]] = torch.nan, torch.inf, -torch.inf
+    result = case.accept(cut=case.cut())
+    assert result[:7, 2].tolist() == [0, 0, 1, 1, 1, 0, 0]
+    assert (result[:, 3:] >= 0).all() and (result[:, 3:] < case.num_token_ids).all()
 
 
 def test_apply_moves_the_slots_and_nothing_else(device: str) -> None:
@@ -119,12 +148,22 @@ def test_a_rows_token_does_not_depend_on_how_many_rows_there_are(device: str) ->
 
 
 @pytest.mark.gpu
-def test_a_replayed_graph_equals_the_eager_call() -> None:
-    case = make_case("cuda", dtype=torch.bfloat16)
-    eager = case.accept()
+@pytest.mark.parametrize("filters", [False, True])
+def test_a_replayed_graph_equals_the_eager_call(filters: bool) -> None:
+    case = filtering("cuda", dtype=torch.bfloat16)
+    eager = case.accept(cut=case.cut() if filters else None)
     result = torch.zeros_like(eager)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        accept_coupled(case.logits, case.num_token_ids, **case.tensors, drafts=case.drafts, result=result)
-    graph.replay()
-    assert torch.equal(result, eager)
+        cut = case.cut() if filters else None
+        accept_coupled(case.logits, case.num_token_ids, **case.tensors, drafts=case.drafts, result=result, cut=cut)
+    for _ in range(2):
+        graph.replay()
+        assert torch.equal(result, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(3))
+def test_filters_over_a_whole_vocabulary(dtype: torch.dtype, seed: int) -> None:
+    case = filtering("cuda", dtype=dtype, num_token_ids=151_936, seed=seed)
+    case.check(case.accept(cut=case.cut()))
