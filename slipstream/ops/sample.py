@@ -28,7 +28,6 @@ def filter_logits(
     min_p: Tensor | None = None,
     any_top_k: bool = True,
     any_top_p: bool = True,
-    deterministic: bool = False,
 ) -> Tensor:
     """Logits of the distribution to sample from: divided by the temperature, -inf outside top-k, top-p and min-p.
 
@@ -37,8 +36,6 @@ def filter_logits(
     asks: tokens stay whose probability is at least that share of the largest one. The two flags say on the host
     whether any row asks; where none does, nothing is selected. Returns a new [R, V], at least fp32; sampled rows are shifted
     so that their largest entry is 0, which no sampling rule can see and no small temperature can overflow.
-    deterministic: the same bits whatever rows stand beside a row, on a GPU too; and what stays is the logits as they
-    came, neither divided nor shifted, so that a row that asks for nothing is not even rounded.
     """
     logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     sampled = (temperature > 0)[:, None]
@@ -49,12 +46,12 @@ def filter_logits(
         kept = _smallest_prefix(key, bits, torch.ones_like(scaled, dtype=torch.float64), top_k.double())
         scaled.masked_fill_(~kept & sampled & (top_k > 0)[:, None], -torch.inf)
     if any_top_p and key is not None:
-        share = _exact_weights(scaled) if deterministic else scaled.softmax(-1).double()
+        share = scaled.softmax(-1).double()
         kept = _smallest_prefix(key, bits, share, (top_p.double() * share.sum(-1)).clamp_(min=1e-300))
         scaled.masked_fill_(~kept & sampled & (top_p < 1)[:, None], -torch.inf)
     if min_p is not None:
         scaled.masked_fill_((scaled < min_p.to(scaled.dtype).log()[:, None]) & sampled, -torch.inf)
-    return torch.where(scaled == -torch.inf, scaled, logits) if deterministic else scaled
+    return scaled
 
 
 def coupled_targets(logits: Tensor, temperature: Tensor, noise: Tensor | None) -> Tensor:
@@ -76,15 +73,6 @@ def probabilities(logits: Tensor, temperature: Tensor) -> Tensor:
     """
     greedy = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1)
     return torch.where((temperature > 0)[:, None], logits.softmax(-1), greedy)
-
-
-def _exact_weights(scaled: Tensor) -> Tensor:
-    """Logits [R, V] whose largest is 0 -> probabilities as shares of the largest one, in float64, whose sums are exact.
-
-    Multiples of 2^-34, of which 2^18 times the largest still fits: a softmax, and sums of it, are rounded by where a row
-    lies in memory and in which order threads arrive. Greedy rows may overflow; nobody looks at them.
-    """
-    return scaled.exp().double().mul_(2.0**34).round_().mul_(2.0**-34)
 
 
 def _smallest_prefix(key: Tensor, bits: int, weight: Tensor, need: Tensor) -> Tensor:

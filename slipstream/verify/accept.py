@@ -76,27 +76,26 @@ def law_of(logits: Tensor, state: SlotState, asked: Asked, histories: Histories)
     return filtered(logits, state, asked, histories.owner)
 
 
-def filtered(logits: Tensor, state: SlotState, asked: Asked, slots: Tensor, *, deterministic: bool = False) -> Tensor:
-    """logits [O, V] of the slots [O] after temperature and filters. deterministic: see `filter_logits`; nothing is divided.
+def filtered(logits: Tensor, state: SlotState, asked: Asked, slots: Tensor) -> Tensor:
+    """logits [O, V] of the slots [O] after temperature and filters.
 
     Filters take ten times what a row does, so that many rows go through one part after another.
     """
     count, at_once = len(logits), max(FILTERED_AT_ONCE // logits.shape[1], 1)
     if count <= at_once:
-        return _filtered(logits, state, asked, slots, deterministic)
+        return _filtered(logits, state, asked, slots)
     wide = logits.dtype if logits.dtype in (torch.float32, torch.float64) else torch.float32
     law = torch.empty(logits.shape, dtype=wide, device=logits.device)
     for first in range(0, count, at_once):
         rows = slice(first, first + at_once)
-        law[rows] = _filtered(logits[rows], state, asked, slots[rows], deterministic)
+        law[rows] = _filtered(logits[rows], state, asked, slots[rows])
     return law
 
 
-def _filtered(logits: Tensor, state: SlotState, asked: Asked, slots: Tensor, deterministic: bool) -> Tensor:
+def _filtered(logits: Tensor, state: SlotState, asked: Asked, slots: Tensor) -> Tensor:
     return filter_logits(
         logits, state.temperature[slots], state.top_k[slots], state.top_p[slots],
         min_p=state.min_p[slots] if asked.any_min_p else None, any_top_k=asked.any_top_k, any_top_p=asked.any_top_p,
-        deterministic=deterministic,
     )  # fmt: skip
 
 

@@ -109,9 +109,6 @@ def test_fault_4_any_widths(mode, widths, temperature, overlap):
     spy = Spy(llm)
     assert ids(llm.generate(PROMPTS, params)) == plain(params)
     assert any(step.plan.any_constrained and len(set(step.widths)) > 1 for step in spy.steps) or len(set(widths)) == 1
-    assert all(step.plan.any_filtered for step in spy.steps if step.plan.any_constrained), (
-        "acceptance must not be replayed"
-    )
     assert_nothing_left(llm.engine)
 
 

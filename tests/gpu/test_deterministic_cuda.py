@@ -16,13 +16,13 @@ from slipstream.config import MODES, SamplingParams
 from slipstream.draft.ngram import NGramDraft
 from slipstream.kernels.accept import deterministic_tile_size
 from slipstream.kernels.attention import deterministic_launch
+from slipstream.kernels.filters import cut_rows
 from slipstream.kernels.linear import deterministic_linear, fused_linear
 from slipstream.load import Models
 from slipstream.models.random_weights import random_decoder, random_drafter
 from slipstream.models.shapes import TARGET_SHAPES, published_dspark
 from slipstream.models.spec import DecoderSpec
 from slipstream.models.synthetic import synthetic_tokenizer
-from slipstream.ops.sample import filter_logits
 from tests.kernels.acceptance import make_case
 from tests.kernels.steps import Shape, Step
 from tests.kernels.test_deterministic import BLOCK_Q, attend, best_of
@@ -84,15 +84,15 @@ def test_attention(shape: Shape, window: int | None) -> None:
 
 @pytest.mark.parametrize("num_token_ids", [49152, 2500])
 def test_scores_beside_a_request_with_filters(num_token_ids: int) -> None:
-    """bf16 logits where nobody filters, fp32 copies of them where somebody does: other compiled kernels, equal scores."""
+    """With a cut and without: other compiled kernels, equal scores of those who ask for nothing."""
     case = make_case("cuda", num_token_ids=num_token_ids, dtype=torch.bfloat16, num_padding=0, heat=(0.7,) * 7)
     case.top_p[:-1:2] = 0.9
     block = deterministic_tile_size(num_token_ids)
     whole = best_of(case, slice(None), block=block)
-    filtered = best_of(case, slice(None), logits=case.filtered(deterministic=True), block=block)
+    cut = best_of(case, slice(None), block=block, cut=case.cut())
     free = case.top_p[case.tensors["slots"][case.tensors["output_sequence"]]] == 1
     assert 0 < int(free.sum()) < len(free)
-    assert all(torch.equal(a[free], b[free]) for a, b in zip(filtered, whole, strict=True))
+    assert all(torch.equal(a[free], b[free]) for a, b in zip(cut, whole, strict=True))
     for row in range(0, len(free), 5):
         alone = best_of(case, slice(row, row + 1), block=block)
         assert all(torch.equal(a, b[row : row + 1]) for a, b in zip(alone, whole, strict=True))
@@ -100,20 +100,29 @@ def test_scores_beside_a_request_with_filters(num_token_ids: int) -> None:
 
 @pytest.mark.parametrize("num_token_ids", [49152, 2501])
 def test_filters(num_token_ids: int) -> None:
-    """Rows of an odd vocabulary lie anywhere in memory; threads add up in any order."""
-    logits = 3 * draw(64, num_token_ids).float()
+    """Rows of an odd vocabulary lie anywhere in memory; programs add up in any order, and are more where rows are few.
+
+    And in fp32, which penalties of a neighbour make of a step's logits.
+    """
+    logits = 3 * draw(64, num_token_ids)
     turns = torch.arange(64, device="cuda")
-    inputs = 0.5 + turns / 64, turns % 3 * 50, 1.0 - turns % 5 * 0.02
+    asked = {
+        "temperature": 0.5 + turns / 64, "top_k": turns % 3 * 50, "top_p": 1.0 - turns % 5 * 0.02,
+        "min_p": turns % 7 * 1e-3,
+    }  # fmt: skip
 
-    def kept(rows: slice) -> Tensor:
-        return filter_logits(logits[rows].clone(), *(x[rows] for x in inputs), deterministic=True)
+    def cut(first: int, last: int, kind: torch.dtype = torch.bfloat16) -> Tensor:
+        rows = torch.arange(last - first, device="cuda")
+        found = cut_rows(logits[first:last].to(kind), num_token_ids, output_sequence=rows, slots=rows + first, **asked)
+        return torch.stack([found.floor.double(), found.last.double()])
 
-    whole = kept(slice(None))
-    assert 0 < int((whole == -torch.inf).sum()) < whole.numel()
+    whole = cut(0, 64)
+    assert 0 < int((whole[0] == -torch.inf).sum()) < 64
     for _ in range(20):
-        assert torch.equal(kept(slice(None)), whole)
-    for rows in (slice(0, 1), slice(5, 6), slice(62, 64), slice(3, 36)):
-        assert torch.equal(kept(rows), whole[rows])
+        assert torch.equal(cut(0, 64), whole)
+    for first, last in ((0, 1), (5, 6), (62, 64), (3, 36)):
+        assert torch.equal(cut(first, last), whole[:, first:last])
+        assert torch.equal(cut(first, last, torch.float32), whole[:, first:last])
 
 
 # ----------------------------------------------------------------------------------------------------------- the engine

@@ -151,26 +151,17 @@ def best_of(case: Any, rows: slice, **options: Any) -> list[Tensor]:
 
 
 def test_scores_of_any_number_of_rows_and_beside_filters(dtype: torch.dtype, device: str) -> None:
-    """Somebody asks for top-p: the others' scores keep their bits, though all logits went through the filters."""
-    case = make_case(device, num_token_ids=2500, dtype=dtype, num_padding=0, heat=(0.7,) * 7)
+    """Somebody asks for top-p: the others' scores keep their bits, and a row's cut is its own."""
+    case, block = make_case(device, num_token_ids=300, dtype=dtype, num_padding=0, heat=(0.7,) * 7), 128
     case.top_p[:-1:2] = 0.9
-    options = {"block": deterministic_tile_size(case.num_token_ids)}
-    whole = best_of(case, slice(None), **options)
+    whole = best_of(case, slice(None), block=block)
     for rows in (slice(0, 1), slice(4, 9), slice(2, None)):
-        assert all(torch.equal(a, b[rows]) for a, b in zip(best_of(case, rows, **options), whole, strict=True))
-    filtered = best_of(case, slice(None), logits=case.filtered(deterministic=True), **options)
-    slots = case.tensors["slots"][case.tensors["output_sequence"]]
-    free = case.top_p[slots] == 1
+        assert all(torch.equal(a, b[rows]) for a, b in zip(best_of(case, rows, block=block), whole, strict=True))
+    cut = best_of(case, slice(None), block=block, cut=case.cut())
+    free = case.top_p[case.tensors["slots"][case.tensors["output_sequence"]]] == 1
     assert 0 < int(free.sum()) < len(free)
-    assert all(torch.equal(a[free], b[free]) for a, b in zip(filtered, whole, strict=True))
-    divided = best_of(case, slice(None), logits=case.filtered(), is_filtered=True, **options)
-    assert not torch.equal(divided[1][free], whole[1][free])  # the control
-
-
-def test_filters_give_the_same_tokens_undivided(device: str) -> None:
-    case = make_case(device, num_token_ids=2500)
-    case.top_p[:-1:2], case.top_k[1:-1:3] = 0.7, 9
-    case.check(case.accept(logits=case.filtered(deterministic=True), block=2048))
+    assert all(torch.equal(a[free], b[free]) for a, b in zip(cut, whole, strict=True))
+    assert not torch.equal(cut[1][~free], whole[1][~free])  # the control
 
 
 # ----------------------------------------------------------------------------------------------------------- the engine
@@ -215,12 +206,12 @@ def test_logits_hang_on_the_tokens_before_them_alone(device: str, monkeypatch: p
 
 
 def test_acceptance_beside_a_request_with_filters(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel is given what it is given without: logits that are not divided, in tiles of the same size."""
-    calls: list[tuple[bool, int]] = []
+    """The kernel is given what it is given without, and a cut: the target's own logits, in tiles of the same size."""
+    calls: list[tuple[bool, int, torch.dtype]] = []
 
-    def recorded(*args: Any, is_filtered: bool, block: int, **options: Any) -> None:
-        calls.append((is_filtered, block))
-        accept_coupled(*args, is_filtered=is_filtered, block=block, **options)
+    def recorded(logits: Tensor, *args: Any, block: int, cut: Any, **options: Any) -> None:
+        calls.append((cut is not None, block, logits.dtype))
+        accept_coupled(logits, *args, block=block, cut=cut, **options)
 
     monkeypatch.setattr(fused_rules, "accept_coupled", recorded)
     params = [SamplingParams(temperature=0.8, seed=i, max_tokens=2, top_p=p) for i, p in enumerate((1.0, 0.7))]
@@ -229,7 +220,8 @@ def test_acceptance_beside_a_request_with_filters(device: str, monkeypatch: pyte
     both = run(models, "off", PROMPTS[:2], params, adapt=found.adapt, **options)
     free = run(models, "off", PROMPTS[:1], params[:1], adapt=found.adapt, **options)
     assert free.answers == both.answers[:1]
-    assert len(calls) >= 4 and set(calls) == {(False, deterministic_tile_size(SPEC.vocab_size))}
+    block, dtype = deterministic_tile_size(SPEC.vocab_size), models.dtype
+    assert len(calls) >= 4 and set(calls) == {(False, block, dtype), (True, block, dtype)}
 
 
 @pytest.mark.slow

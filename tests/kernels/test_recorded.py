@@ -145,9 +145,27 @@ def test_steps_with_prompts_are_replayed_too(device: str) -> None:
     assert recorder.count("accept", shaped=True, decode_only=True) > 0
 
 
+FILTERS = {"top_k": 5, "top_p": 0.9, "min_p": 0.05}
+
+
 @SLOW
-def test_filters_are_never_judged_by_a_replay(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Penalties come before them, in a launch of their own; verify is replayed as ever."""
+@pytest.mark.parametrize("mode", ["off", "lag", "lag-budget"])
+def test_filters_are_replayed(mode: str, device: str) -> None:
+    """Somebody filters, and somebody does not; then nobody does."""
+    llm, recorder = recorded(mode, device)
+    plain = engine_of("off", "cpu", "torch")
+    for wish in (FILTERS, {"top_p": 0.8}, {}):
+        params, filtered = params_for(None, **wish), recorder.count("accept", filtered=True)
+        before = recorder.count("accept")
+        same(llm.generate(PROMPTS, params), plain.generate(PROMPTS, params))
+        assert (recorder.count("accept", filtered=True) > filtered) == bool(wish)
+        assert recorder.count("accept") > before
+    assert recorder.count("accept", filtered=False) > 0
+
+
+@SLOW
+def test_filters_behind_penalties_are_not_judged_by_a_replay(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read a copy, which a step makes where somebody asks for both; verify is replayed as ever."""
     llm, recorder = recorded("lag", device)
     launched: list[VerifyShape] = []
     stages = Engine.accept_stages
@@ -156,12 +174,12 @@ def test_filters_are_never_judged_by_a_replay(device: str, monkeypatch: pytest.M
         launched.append(shape)
         return stages(self, shape, *rest)
 
-    params = [replace(p, top_k=5, min_p=0.05) for p in params_for(2, **PENALTIES, **EDITS)]  # type: ignore[arg-type]
+    params = [replace(p, **FILTERS) for p in params_for(2, **PENALTIES, **EDITS)]  # type: ignore[arg-type]
     expected = engine_of("off", "cpu", "torch").generate(PROMPTS, params)
     monkeypatch.setattr(Engine, "accept_stages", spy)
     same(llm.generate(PROMPTS, params), expected)
     assert any(shape.filtered and shape.shaped and shape.decode_only for shape in launched)
-    assert recorder.count("accept", filtered=True) == 0
+    assert recorder.count("accept", filtered=True, shaped=True) == 0
     assert recorder.count("verify") > 0
     assert recorder.count("report") > 0
 

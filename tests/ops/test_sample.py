@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.ops.noise import gumbel
-from slipstream.ops.sample import _exact_weights, coupled_targets, filter_logits, invalid_rows, probabilities
+from slipstream.ops.sample import coupled_targets, filter_logits, invalid_rows, probabilities
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -128,27 +128,6 @@ def test_min_p_by_hand(dtype: torch.dtype) -> None:
     counts = kept.sum(1).tolist()
     assert counts[:1] + counts[2:] == [2, 4, 4, 3, 1]  # at T = 2 the shares are 1, .71, .5, .35
     assert counts[1] in (3, 4)  # a tie up to rounding
-
-
-def test_deterministic_filters_keep_the_same_tokens_as_they_came() -> None:
-    logits = 3 * torch.randn(6, 5000, generator=torch.Generator().manual_seed(3))
-    temperature, k, p = [0.0, 0.7, 1.0, 1.0, 1.3, 0.5], [3, 50, 0, 0, 9, 0], [0.2, 0.9, 1.0, 0.5, 0.99, 0.1]
-    inputs = torch.tensor(temperature), torch.tensor(k), torch.tensor(p)
-    usual, ours = filter_logits(logits, *inputs), filter_logits(logits, *inputs, deterministic=True)
-    kept = usual > -torch.inf
-    assert torch.equal(ours > -torch.inf, kept)
-    assert torch.equal(ours[kept], logits[kept])
-    assert kept[[0, 2]].all() and kept.sum(1).min() < 50
-
-
-def test_deterministic_weights_add_up_in_any_order() -> None:
-    scaled = 4 * torch.randn(1, 151_936, generator=torch.Generator().manual_seed(4))
-    scaled -= scaled.max()
-    exact, rounded = _exact_weights(scaled), scaled.softmax(-1).double()
-    orders = [torch.randperm(151_936, generator=torch.Generator().manual_seed(seed)) for seed in range(8)]
-    assert len({float(exact[:, order].cumsum(1)[0, -1]) for order in orders}) == 1
-    assert len({float(rounded[:, order].cumsum(1)[0, -1]) for order in orders}) > 1  # the control
-    torch.testing.assert_close(exact / exact.sum(), scaled.double().softmax(-1), rtol=1e-5, atol=1e-9)
 
 
 def test_min_p_comes_after_top_k_and_top_p() -> None:

@@ -66,11 +66,12 @@ def test_a_step_beyond_the_largest_shape_keeps_its_rows() -> None:
 def test_what_is_asked_of_logits_makes_shapes_of_their_own(decode_only: bool) -> None:
     """Of the same sizes, whatever was looked up before."""
     buckets = Buckets(max_num_seqs=8, max_drafts=3, max_rows=4096, prunes=True)
-    flags = list(itertools.product((False, True), repeat=2))
-    found = [buckets.verify(8, 20, 20, decode_only=decode_only, filtered=f, shaped=s) for f, s in 2 * flags]
-    assert [(shape.filtered, shape.shaped) for shape in found] == 2 * flags
-    assert len(set(found)) == 4
-    assert {replace(shape, filtered=False, shaped=False) for shape in found} == {found[0]}
+    names, values = ("filtered", "shaped", "struck"), itertools.product((False, True), repeat=3)
+    flags = [dict(zip(names, each, strict=True)) for each in values]
+    found = [buckets.verify(8, 20, 20, decode_only=decode_only, **each) for each in 2 * flags]
+    assert [{name: getattr(shape, name) for name in names} for shape in found] == 2 * flags
+    assert len(set(found)) == 8
+    assert {replace(shape, **flags[0]) for shape in found} == {found[0]}
 
 
 def test_few_enough_to_be_captured_at_start() -> None:
