@@ -75,7 +75,7 @@ def cut_rows(
         torch.zeros(2 * passes, count, _BOUNDS, dtype=torch.float64, device=device),
     )  # fmt: skip
     rows = logits, logits.stride(0), num_token_ids, output_sequence, slots, temperature, top_k, top_p
-    tiles, end = (summits, num_tiles, tiles_each), (2 * passes, passes)
+    tiles = summits, num_tiles, tiles_each
     sizes: dict[str, int] = {"UNUSED": unused_bits, "TILE": tile, "num_warps": 4}
     whole, at_once = {"TILES": triton.next_power_of_2(num_tiles)}, min(_TOKENS_AT_ONCE, tile)
     grid = triton.cdiv(num_tiles, tiles_each), count
@@ -83,8 +83,8 @@ def cut_rows(
     _begin[(count,)](*rows[2:], min_p, summits, num_tiles, *search, UNUSED=unused_bits, **whole, num_warps=4)
     for step in range(2 * passes):
         _narrow[grid](*rows, *tiles, *search, step, passes, IS_SHARE=step >= passes, AT_ONCE=at_once, **sizes)
-    _count_ties[grid](*rows, *tiles, *search, *end, ties, **sizes)
-    _finish[(count,)](*rows, min_p, num_tiles, *search, *end, ties, cut.floor, cut.last, **sizes, **whole)
+    _count_ties[grid](*rows, *tiles, *search, passes, ties, **sizes)
+    _finish[(count,)](*rows, min_p, num_tiles, *search, passes, ties, cut.floor, cut.last, **sizes, **whole)
     return cut
 
 
@@ -262,7 +262,7 @@ def _narrow(
         peak = tl.load(peaks + row)
         slot = tl.load(slots + sequence)
         heat, count, share, by_count, by_share = _wishes(slot, peak, num_token_ids, temperature, top_k, top_p)
-        if by_count | by_share:
+        if by_share if IS_SHARE else by_count:
             if step == 0:
                 low, high, before, through, need = _read(row, step, num_outputs, brackets, amounts)
             else:
@@ -296,10 +296,10 @@ def _narrow(
                     tl.atomic_add(at, tl.sum(found, axis=1), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["num_tiles", "tiles_each", "step", "passes"])
+@triton.jit(do_not_specialize=["num_tiles", "tiles_each", "passes"])
 def _count_ties(
     logits, row_stride, num_token_ids, output_sequence, slots, temperature, top_k, top_p, summits, num_tiles,
-    tiles_each, peaks, brackets, amounts, sums, step, passes, ties, UNUSED: tl.constexpr, TILE: tl.constexpr,
+    tiles_each, peaks, brackets, amounts, sums, passes, ties, UNUSED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program: some tiles of one row, and how many tokens of each have the logit that was found."""
     part, row, num_outputs = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
@@ -310,8 +310,8 @@ def _count_ties(
         heat, count, share, by_count, by_share = _wishes(slot, peak, num_token_ids, temperature, top_k, top_p)
         if by_count | by_share:
             low, _, _, _, _ = _state(
-                row, step, passes, num_outputs, peak, heat, count, share, by_count, by_share, brackets, amounts, sums,
-                UNUSED,
+                row, tl.where(by_share, 2 * passes, passes), passes, num_outputs, peak, heat, count, share, by_count,
+                by_share, brackets, amounts, sums, UNUSED,
             )  # fmt: skip
             floor = _value(low, UNUSED)
             for tile in range(part * tiles_each, tl.minimum((part + 1) * tiles_each, num_tiles)):
@@ -323,10 +323,10 @@ def _count_ties(
                 tl.store(ties + row * num_tiles + tile, num_ties)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "step", "passes"])
+@triton.jit(do_not_specialize=["num_tiles", "passes"])
 def _finish(
     logits, row_stride, num_token_ids, output_sequence, slots, temperature, top_k, top_p, min_p, num_tiles, peaks,
-    brackets, amounts, sums, step, passes, ties, floors, lasts, UNUSED: tl.constexpr, TILE: tl.constexpr,
+    brackets, amounts, sums, passes, ties, floors, lasts, UNUSED: tl.constexpr, TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
     """One program: the cut of one row."""
@@ -340,8 +340,8 @@ def _finish(
         last = num_token_ids
         if by_count | by_share:
             low, _, before, _, need = _state(
-                row, step, passes, num_outputs, peak, heat, count, share, by_count, by_share, brackets, amounts, sums,
-                UNUSED,
+                row, tl.where(by_share, 2 * passes, passes), passes, num_outputs, peak, heat, count, share, by_count,
+                by_share, brackets, amounts, sums, UNUSED,
             )  # fmt: skip
             floor = _value(low, UNUSED)
             weight = tl.where(by_share, _weight(floor, peak, heat), 1.0)

@@ -29,14 +29,17 @@ VARIANTS = {
         "_row_best": 2, "_verdict": 2, "_apply": 1, "_draw": 2, "_finish": 1, "_confidence": 1,
         "_row_stats": 1, "_judge": 3, "_sum_tiles": 3, "_draw_following": 3,  # drafts: certain, of all ids, of some
     },
+    "filters": {  # of bf16 and fp32; over two vocabularies
+        "_find_summits": 2, "_begin": 4, "_narrow": 4, "_count_ties": 2, "_finish": 4, "_row_best": 4, "_verdict": 2,
+    },
     "shaping": {"_clear": 1, "_count": 1, "_shaped_row_best": 2, "_verdict": 2, "_shape": 1},
     "deterministic": {
-        "_product": 18, "_rms_norm": 4, "_rope_kernel": 2, "_attention_kernel": 2, "_row_best": 3, "_verdict": 2,
+        "_product": 18, "_rms_norm": 4, "_rope_kernel": 2, "_attention_kernel": 2, "_row_best": 2, "_verdict": 2,
     },
     "reports": {"_tiles": 4, "_join": 4, "_locate": 1},
 }  # fmt: skip
 # Registers that these spill are spilled around or in the loop over a whole context, or over the top tokens.
-KEEP_REGISTERS = {"_attention_kernel", "_own_rows_kernel", "_tiles", "_join", "_shaped_row_best"}
+KEEP_REGISTERS = {"_attention_kernel", "_own_rows_kernel", "_tiles", "_join", "_shaped_row_best", "_narrow"}
 
 
 class CompilingDriver:
@@ -254,6 +257,25 @@ def shaping() -> None:
         shape_logits(logits, vocabulary - 3, shaper, **step)
 
 
+def filters() -> None:
+    """Where rows are cut, and acceptance behind it: any number of rows over two vocabularies, alone and after penalties."""
+    from slipstream.kernels.accept import accept_coupled
+    from slipstream.kernels.filters import cut_rows
+
+    floats, longs = torch.zeros(34), torch.zeros(8 * 256, dtype=torch.int64)
+    for vocabulary in (49152, 151_936):
+        for n in (1, 2, 33, 256):
+            outputs, ids = longs[: 8 * n], longs[:n]
+            for logits in (bf16(8 * n, vocabulary), bf16(8 * n, vocabulary).float()):
+                step = {"output_sequence": outputs, "slots": ids, "temperature": floats}
+                cut = cut_rows(logits, vocabulary - 3, **step, top_k=longs[:34], top_p=floats, min_p=floats)
+                accept_coupled(
+                    logits, vocabulary - 3, **step, output_offset=outputs, cu_outputs=longs[: n + 1], widths=ids,
+                    emits=ids.bool(), drafts=torch.zeros(n, 7, dtype=torch.int64), num_given=ids, context=longs[:34],
+                    seed=longs[:34], result=torch.zeros(n, 11).int(), cut=cut,
+                )  # fmt: skip
+
+
 def deterministic() -> None:
     """A step of SmolLM2 and of Qwen3-8B with any number of rows: each product, each kernel between them, in one variant."""
     from slipstream.device.triton import DETERMINISTIC_BLOCK_Q
@@ -290,13 +312,11 @@ def deterministic() -> None:
         for rows in (1, 33):
             at, result = longs[:rows], torch.zeros(rows, 11, dtype=torch.int32)
             made = deterministic_linear(bf16(rows, hidden), head, **normed)
-            for logits in (made, made.float()):  # of steps in which nobody filters, and somebody
-                accept.accept_coupled(
-                    logits, vocabulary - 3, output_sequence=at, output_offset=at, cu_outputs=longs[: rows + 1],
-                    widths=at, emits=at.bool(), drafts=torch.zeros(rows, 7, dtype=torch.int64), slots=at, num_given=at,
-                    context=at, temperature=torch.zeros(34), seed=at, result=result,
-                    block=accept.deterministic_tile_size(vocabulary),
-                )  # fmt: skip
+            accept.accept_coupled(
+                made, vocabulary - 3, output_sequence=at, output_offset=at, cu_outputs=longs[: rows + 1], widths=at,
+                emits=at.bool(), drafts=torch.zeros(rows, 7, dtype=torch.int64), slots=at, num_given=at, context=at,
+                temperature=torch.zeros(34), seed=at, result=result, block=accept.deterministic_tile_size(vocabulary),
+            )  # fmt: skip
 
 
 def reports() -> None:
@@ -327,6 +347,7 @@ PARTS = {
     "networks": networks,
     "products": products,
     "acceptance": acceptance,
+    "filters": filters,
     "shaping": shaping,
     "deterministic": deterministic,
     "reports": reports,
