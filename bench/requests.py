@@ -1,11 +1,14 @@
-"""What it costs that requests ask for things: log-probabilities and penalties, against the same requests without.
+"""What it costs that requests ask for things: log-probabilities, penalties and filters, against the same requests without.
 
     python bench/requests.py --draft smollm2-135m-dspark --concurrency 32 --out runs/requests.json
 
 Every request of a wave asks for the same; what is asked for takes turns wave by wave on one engine per mode. Speeds are
 tokens from the first submit to the last token (entries are made of what was collected afterwards, and timed by
-themselves), `x` is the time per token beside that of the same mode where nobody asks, from medians over waves. Penalties change the text,
-so `tokens/step` stands beside it: where drafts are right less often, that is no cost of computing penalties.
+themselves), `x` is the time per token beside that of the same mode where nobody asks, from medians over waves. Penalties
+and filters change the text, so `tokens/step` stands beside it: where drafts are right less often, that is no cost of
+computing them. Filters do something above temperature 0 only:
+
+    python bench/requests.py --temperature 1 --wishes nothing "top_p 0.9" "top_k 50" "top_k 50, top_p 0.9, min_p 0.05"
 """
 
 import argparse
@@ -32,6 +35,11 @@ WISHES: dict[str, dict[str, Any]] = {
     "prompt_logprobs 0": {"prompt_logprobs": 0},
     "penalties": {"presence_penalty": 0.01, "frequency_penalty": 0.01},
     "penalties, logprobs 5": {"presence_penalty": 0.01, "frequency_penalty": 0.01, "logprobs": 5},
+    "top_p 0.9": {"top_p": 0.9},
+    "top_k 50": {"top_k": 50},
+    "min_p 0.05": {"min_p": 0.05},
+    "top_k 50, top_p 0.9, min_p 0.05": {"top_k": 50, "top_p": 0.9, "min_p": 0.05},
+    "penalties, top_p 0.9": {"presence_penalty": 0.01, "frequency_penalty": 0.01, "top_p": 0.9},
 }
 
 
@@ -128,7 +136,7 @@ def table(mode: str, waves: dict[str, list[dict[str, Any]]]) -> list[dict[str, A
         row["x"] = base / row["tok_per_s"]
         rows.append(row)
         print(
-            f"{mode:10} {wish:22} {row['tok_per_s']:10,.0f} tok/s ({min(speeds):,.0f} - {max(speeds):,.0f})  "
+            f"{mode:10} {wish:32} {row['tok_per_s']:10,.0f} tok/s ({min(speeds):,.0f} - {max(speeds):,.0f})  "
             f"x {row['x']:.3f}  tokens/step {row['tokens_per_step']:.2f}  entries {row['entries_ms']:.0f} ms",
             flush=True,
         )

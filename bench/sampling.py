@@ -1,10 +1,11 @@
-"""What drawing and judging cost: `kernels.accept`, `kernels.draft` and `kernels.reject` in CUDA graphs.
+"""What drawing and judging cost: `kernels.accept`, `kernels.filters`, `kernels.draft` and `kernels.reject` in CUDA graphs.
 
     PYTHONPATH=$PWD python bench/sampling.py
 
 For SmolLM2-135M (V 49152; drafter: Vd 16384, rank 32) and the Qwen3-8B shape (V and Vd 151936, rank 256), greedy and
 sampled, from 1 to 256 sequences of 7 drafts. A graph repeats the call over several copies of the logits: large ones are
-found in memory, not in the level-2 cache. `GB/s` counts each logit once, and W2 once per position. JSON to $OUT (or
+found in memory, not in the level-2 cache. `GB/s` counts each logit once, and W2 once per position. `cut` is what filters
+cost beside acceptance, over rows whose largest logits stand out as a language model's do and over nearly flat ones. JSON to $OUT (or
 runs/). Needs a CUDA device; ends within 60 s.
 """
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from slipstream.kernels.accept import accept_coupled
 from slipstream.kernels.draft import confidence, draft_chain, draft_workspace
+from slipstream.kernels.filters import cut_rows
 from slipstream.kernels.reject import accept_rejection
 from slipstream.ops.reject import DraftLaw
 from slipstream.plan import NUM_VERDICT_COLUMNS
@@ -121,6 +123,25 @@ def accept(shape: Shape, count: int, width: int, temperature: float, is_rejectio
     return Row(shape.name, name, count, spent, _rate(logits[0].numel(), spent))
 
 
+FILTERS = {"top_k 50": (50, 1.0), "top_p .9": (0, 0.9), "both": (50, 0.9), "off": (0, 1.0)}  # top_k, top_p
+
+
+def cut(shape: Shape, count: int, width: int, filters: str, is_flat: bool) -> Row:
+    """Where filters cut rows, of requests at temperature 1."""
+    outputs, (top_k, top_p) = count * (width + 1), FILTERS[filters]
+    state = slots(count, 1.0)
+    asked = {
+        "output_sequence": torch.arange(count, device=DEVICE).repeat_interleave(width + 1), "slots": state["slots"],
+        "temperature": state["temperature"], "top_k": torch.full((count + 1,), top_k, device=DEVICE),
+        "top_p": torch.full((count + 1,), top_p, device=DEVICE), "min_p": torch.zeros(count + 1, device=DEVICE),
+    }  # fmt: skip
+    sigma = 0.5 if is_flat else 4.5  # top-p .9 keeps three quarters of the ids, or one in 1,400
+    logits = copies(lambda: (sigma * torch.randn(outputs, shape.vocab, device=DEVICE)).to(DTYPE))
+    spent = microseconds([lambda each=each: cut_rows(each, shape.vocab, **asked) for each in logits])
+    name = f"cut w={width} {filters}{' flat' if is_flat else ''}"
+    return Row(shape.name, name, count, spent, _rate(logits[0].numel(), spent))
+
+
 def draft(shape: Shape, count: int, temperature: float, has_markov: bool) -> Row:
     rank = shape.rank if has_markov else 0
     w1 = torch.randn(shape.vocab, rank, device=DEVICE).to(DTYPE) if rank else None
@@ -167,6 +188,8 @@ def measure(shapes: tuple[Shape, ...], counts: tuple[int, ...]) -> list[Row]:
                 rows += [accept(shape, count, width, temperature) for width in (0, NUM_DRAFTS)]
                 rows += [draft(shape, count, temperature, has_markov) for has_markov in (True, False)]
             rows.append(head(shape, count))
+            rows += [cut(shape, count, NUM_DRAFTS, name, is_flat=False) for name in FILTERS]
+            rows.append(cut(shape, count, NUM_DRAFTS, "top_p .9", is_flat=True))
             if count <= 32:
                 rows.append(accept(shape, count, NUM_DRAFTS, 1.0, is_rejection=True))
     return rows
@@ -174,9 +197,9 @@ def measure(shapes: tuple[Shape, ...], counts: tuple[int, ...]) -> list[Row]:
 
 def main() -> None:
     rows = measure(SHAPES, (1, 8, 32, 256))
-    print(f"{'shape':8} {'kernel':20} {'sequences':>9} {'us':>9} {'GB/s':>7}")
+    print(f"{'shape':8} {'kernel':22} {'sequences':>9} {'us':>9} {'GB/s':>7}")
     for row in rows:
-        print(f"{row.shape:8} {row.kernel:20} {row.num_sequences:9} {row.microseconds:9.1f} {row.gb_per_s:7.0f}")
+        print(f"{row.shape:8} {row.kernel:22} {row.num_sequences:9} {row.microseconds:9.1f} {row.gb_per_s:7.0f}")
     folder = Path(os.environ.get("OUT", "runs"))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sampling.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))

@@ -131,7 +131,7 @@ def left_below_mark(asked: PoolRequest, use: DeviceUse) -> int:
 def is_roomy(asked: PoolRequest, use: DeviceUse) -> bool:
     """Whether slots and steps need so little of what is left that nothing has to be measured.
 
-    What a step takes is mostly logits, in a dozen forms at the worst.
+    What a step takes is mostly logits, in a dozen forms at the worst: where rejection filters.
     """
     left = left_below_mark(asked, use)
     return asked.sizes.most_pages * asked.page_bytes <= left // 4 and 32 * asked.logits <= left

@@ -122,7 +122,7 @@ def _bounds(low, high, peak, spread, is_first, UNUSED: tl.constexpr):
     """[BOUNDS] keys from `low` on, ascending, below `high`: at first closer to each other the closer to the peak."""
     place = tl.arange(0, BOUNDS)
     away = (place.to(tl.float32) - (BOUNDS - 1)) / (BOUNDS - 2)
-    near = tl.maximum(_key(peak - _WEIGHTLESS * spread * away * away, UNUSED), low)
+    near = tl.maximum(_key(peak - away * away * _WEIGHTLESS * spread, UNUSED), low)
     far = low + (high - low) * place // BOUNDS
     return tl.where(is_first & (place > 0), near, tl.where(place > 0, far, low))
 
@@ -159,9 +159,9 @@ def _write(low, high, before, through, need, row, step, num_outputs, brackets, a
 
 @triton.jit
 def _is_open(low, high, step, passes, by_count, by_share):
-    """Whether the step measures anything: the first one of top-p does in any case, for the sum of all."""
+    """Whether the step measures anything. The first one of a search does in any case: sums at `low` are needed."""
     is_wanted = tl.where(step < passes, by_count, by_share)
-    return is_wanted & ((high - low > 1) | (step == passes))
+    return is_wanted & ((high - low > 1) | (step == 0) | (step == passes))
 
 
 @triton.jit

@@ -183,6 +183,22 @@ def test_fault_23_penalties_need_no_copy_of_the_logits() -> None:
     assert torch.cuda.max_memory_allocated() - before < 8 << 20
 
 
+def test_fault_23_filters_need_no_copy_of_the_logits() -> None:
+    """2,048 rows over 152k tokens: of each row a few numbers for each of its tiles and of its 16 bounds."""
+    from slipstream.kernels.filters import cut_rows
+
+    logits = torch.randn(2048, 151_936, device="cuda", dtype=torch.bfloat16)
+    rows, one = torch.arange(2048, device="cuda"), torch.ones(2048, device="cuda")
+    asked = {"temperature": one, "top_k": rows % 99, "top_p": one * 0.9, "min_p": one * 0.01}
+    cut_rows(logits[:8], 151_936, output_sequence=rows[:8], slots=rows[:8], **asked)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    cut_rows(logits, 151_936, output_sequence=rows, slots=rows, **asked)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 16 << 20
+
+
 def test_fault_23_reports_need_no_room_to_speak_of() -> None:
     """256 sequences of 16 rows over 152k tokens, 20 top tokens each: tens of MiB beside the logits' own 1.2 GB."""
     from slipstream.kernels.logprobs import report
@@ -215,10 +231,22 @@ def test_replays_equal_the_stages_they_record(mode: str) -> None:
     captured, eager = engine_of(mode), engine_of(mode)
     assert captured.engine.backend.captures
     assert len(captured.engine.backend.graphs) > 10
+    found, find = [], captured.engine.backend.graphs.find
+
+    def spy(key: Any) -> Any:
+        found.append((*key, find(key) is not None))
+        return find(key)
+
+    captured.engine.backend.graphs.find = spy
     eager.engine.backend.graphs = None
-    params = params_for(1.0)
+    wishes: list[dict[str, Any]] = [{}, {"top_k": 5}, {"top_p": 1.0}, {"top_k": 9, "min_p": 0.05}]
+    params = [replace(p, **wishes[i % 4]) for i, p in enumerate(params_for(1.0))]
     ours, theirs = (llm.generate(PROMPTS, params) for llm in (captured, eager))
     assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
+    filtered = [
+        replayed for stage, shape, replayed in found if stage == "accept" and shape.filtered and shape.decode_only
+    ]
+    assert filtered and all(filtered)
 
 
 def test_look_up_learns_beside_replays() -> None:

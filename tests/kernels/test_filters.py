@@ -35,7 +35,7 @@ WISHES = [
     Wish(), Wish(0.0, 3, 0.5, 0.1), Wish(top_k=1), Wish(top_k=7), Wish(0.3, top_k=40), Wish(top_k=10**6), Wish(top_p=1e-7),
     Wish(top_p=0.5), Wish(0.7, top_p=0.9), Wish(3.0, top_p=0.999), Wish(100.0, top_p=0.3), Wish(1e-38, top_p=0.9),
     Wish(1e-38, 5), Wish(min_p=0.05), Wish(2.0, min_p=1.0), Wish(1.3, 20, 0.8), Wish(0.5, 300, 0.95, 0.02),
-    Wish(top_k=12, min_p=0.3), Wish(top_p=0.9, min_p=1e-4), Wish(1e30, 9, 0.5),
+    Wish(top_k=12, min_p=0.3), Wish(top_p=0.9, min_p=1e-4), Wish(1e38, 9, 0.5),
 ]  # fmt: skip
 
 
@@ -130,6 +130,18 @@ def test_ties_at_the_cut_go_by_token_id(device: str, kind: torch.dtype) -> None:
     kept = kept_by(cut_of(logits.to(device), wishes, device), logits.to(device))
     assert [row.nonzero().flatten().tolist() for row in kept[:3]] == [[100], [3, 100], [3, 70, 71, 100]]
     assert kept[4].nonzero().flatten().tolist() == [0, 1, 3, 70, 71, 100, 140, 190]
+
+
+@SLOWLY
+def test_top_p_among_the_ties_that_top_k_left(device: str, kind: torch.dtype) -> None:
+    """A search that is over before it begins knows all the same how many of them top-k left out."""
+    logits = torch.zeros(6, 130, dtype=kind)
+    logits[:, [5, 60, 100]] = 8.0
+    logits[:, [70, 20]] = 7.0
+    wishes = [Wish(1.0, k, 0.4) for k in (1, 2, 3)] + [Wish(1.0, k, 0.97) for k in (3, 4, 5)]
+    check(logits, wishes, device)
+    kept = kept_by(cut_of(logits.to(device), wishes, device), logits.to(device))
+    assert kept.sum(1).tolist() == [1, 1, 2, 3, 4, 5]
 
 
 @SLOWLY
