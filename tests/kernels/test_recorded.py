@@ -5,6 +5,7 @@ answer is right only if all of it lies at fixed addresses. Runs anywhere; what a
 """
 
 import gc
+import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -12,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from slipstream.capture import capture
+from slipstream.capture import accept_shapes, capture
 from slipstream.config import MODES, SamplingParams, SpeculativeConfig
 from slipstream.decide.pace import draft_lengths
 from slipstream.decide.policy import make_policy
-from slipstream.device.shapes import VerifyShape
+from slipstream.device.shapes import Buckets, VerifyShape
 from slipstream.engine import Engine
 from slipstream.llm import LLM, Completion
 from slipstream.testing import tiny_models, tiny_spec
@@ -182,6 +183,15 @@ def test_filters_behind_penalties_are_not_judged_by_a_replay(device: str, monkey
     assert recorder.count("accept", filtered=True, shaped=True) == 0
     assert recorder.count("verify") > 0
     assert recorder.count("report") > 0
+
+
+def test_what_acceptance_is_recorded_for() -> None:
+    """Never for logits that a grammar changed, nor for both kinds of wishes at once: these are tensors of the step's own."""
+    buckets = Buckets(max_num_seqs=2, max_drafts=2, max_rows=64, prunes=True)
+    recorded = {each for shape in buckets.verify_shapes() for each in accept_shapes(shape)}
+    for filtered, shaped, struck in itertools.product((False, True), repeat=3):
+        shape = buckets.verify(2, 6, 6, decode_only=True, filtered=filtered, shaped=shaped, struck=struck)
+        assert (shape in recorded) == (not struck and not (filtered and shaped))
 
 
 @SLOW
