@@ -34,7 +34,7 @@ VARIANTS = {
     },
     "shaping": {"_clear": 1, "_count": 1, "_shaped_row_best": 2, "_verdict": 2, "_shape": 1},
     "deterministic": {
-        "_product": 18, "_rms_norm": 4, "_rope_kernel": 2, "_attention_kernel": 2, "_row_best": 2, "_verdict": 2,
+        "_product": 18, "_rms_norm": 4, "_rope_kernel": 2, "_attention_kernel": 2, "_row_best": 1, "_verdict": 2,
     },
     "reports": {"_tiles": 4, "_join": 4, "_locate": 1},
 }  # fmt: skip
