@@ -352,7 +352,7 @@ PARTS = {
     "deterministic": deterministic,
     "reports": reports,
 }
-LONG = ("networks", "products", "acceptance", "deterministic")
+LONG = ("networks", "products", "acceptance", "filters", "deterministic")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a device, every test of a kernel compiles it")
