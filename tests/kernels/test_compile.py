@@ -23,7 +23,7 @@ import torch
 # promise.
 VARIANTS = {
     "batch": {"_admit": 1, "_write_pages": 1, "_layout": 1, "_fill": 1, "_draft_inputs": 1, "_rank": 2},
-    "networks": {"_attention_kernel": 2, "_own_rows_kernel": 13, "_rope_kernel": 2, "_context_kernel": 1},
+    "networks": {"_attention_kernel": 2, "_own_rows_kernel": 16, "_rope_kernel": 2, "_context_kernel": 1},
     "products": {"_product": 36, "_rms_norm": 2},
     "acceptance": {
         "_row_best": 2, "_verdict": 2, "_apply": 1, "_draw": 2, "_finish": 1, "_confidence": 1,
@@ -152,6 +152,8 @@ def networks() -> None:
             paged_attention(qkv.view(len(qkv), -1, head_dim)[:, :num_heads], *pages, tiles, table, *how)
         elif kind == "decode":
             decode_attention(qkv, *pages, tiles, table, *turn, at, *how)
+            if head_dim == 128 and block_q <= 8:
+                decode_attention(qkv, *pages, tiles, table, *turn, at, *how, lengths=(torch.zeros(len(qkv), 128), 4096))
         else:
             block_attention(qkv, *pages, tiles, table, *turn, *how)
 
@@ -175,6 +177,7 @@ def networks() -> None:
 def products() -> None:
     """Every tile of the tuned table, in the first product that has it; into the stream also half normed for the next."""
     from slipstream.kernels.linear import TUNED, Tile, add_linear, fused_linear
+    from slipstream.ops.fused import Following
 
     seen: set[Tile] = set()
     behind = {576: (3072, 576), 4096: (24576, 4096)}  # gate and up
@@ -190,7 +193,7 @@ def products() -> None:
                 continue
             stream, norm, then = bf16(num_rows, num_out), bf16(num_out), bf16(*behind[num_out])
             add_linear(x, weight, None, stream)
-            if (half := add_linear(x, weight, None, stream, (norm, then))) is not None:
+            if (half := add_linear(x, weight, None, stream, Following(norm, then))) is not None:
                 fused_linear(stream, then, norm=norm, eps=1e-6, gated=True, half=half)
 
 
