@@ -4,9 +4,9 @@
     python -m bench.tune_step smollm2 --small runs/model.gguf --out runs/tune-step-smollm2.json
 
 bench/tune_linear.py times a product beside cold weights; in a step it also decides whether a norm is a launch of its own,
-and who waits for whom. A candidate is `TUNED` with some entries replaced, or as it is with every norm a launch (`apart`),
-with launches that wait for the one before to be over (`late`), or with norms before products of the library that are
-launches, attention dividing nothing (`divided`).
+and who waits for whom. A candidate is `TUNED` with some entries replaced, or as it is with every norm a launch (`apart`);
+with norms before products of the library a launch, attention dividing nothing (`divided`); with launches that wait for
+the one before to be over (`late`), that come when it is (`behind`), or that overlap in wide models too (`beside`).
 Entries of one candidate for different numbers of rows are choices of their own: compare candidates row by row. Engines
 record decoding at the given numbers of rows and nothing else. `linear` is the time in which the library multiplies by
 the weights of a step, and does nothing else. Two minutes at most for each model. `--smoke`: a toy, which is how the tests walk through it.
@@ -52,7 +52,8 @@ class Candidate:
     replaced: Mapping[Size, Sequence[tuple[int, int, Tile | None]]] = field(default_factory=dict)
     norms_apart: bool = False
     divides: bool = True  # attention, what a library made of rows half normed
-    early: bool = True  # kernels are launched while the one before ends
+    is_early: bool = True  # kernels are launched while the one before ends
+    wide: int = early.WIDE  # of rows from which on they do not come beside its last programs
 
     def table(self) -> dict[Size, tuple[tuple[int, Tile | None], ...]]:
         found = dict(kernels.TUNED)
@@ -66,7 +67,7 @@ class Candidate:
         reads = self._reads_half_normed if self.norms_apart or not self.divides else kernels.reads_half_normed
         with (
             patch.object(kernels, "TUNED", self.table()), patch.object(kernels, "reads_half_normed", reads),
-            patch.object(early, "ENABLED", self.early),
+            patch.multiple(early, ENABLED=self.is_early, WIDE=self.wide),
         ):  # fmt: skip
             yield
 
@@ -88,8 +89,10 @@ QKV, OUT, DOWN = (6144, 4096), (4096, 4096), (4096, 12288)
 SMALL_QKV, SMALL_OUT, SMALL_GATE_UP, SMALL_DOWN = (960, 576), (576, 576), (3072, 576), (576, 1536)
 APART_AND_NOW = {
     "apart": Candidate(norms_apart=True),
-    "late": Candidate(early=False),
+    "late": Candidate(is_early=False),
     "divided": Candidate(divides=False),
+    "behind": Candidate(wide=0),
+    "beside": Candidate(wide=1 << 30),
     "now": Candidate(),
 }
 CANDIDATES: Mapping[str, Mapping[str, Candidate]] = {

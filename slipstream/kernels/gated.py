@@ -7,19 +7,24 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
-from slipstream.kernels.early import early
+from slipstream.kernels.early import after_previous, early
 
 _BLOCK = 1024
 
 
 @triton.jit
 def _silu_mul(
-    both, out, both_stride, out_stride, INNER: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False
+    both,
+    out,
+    both_stride,
+    out_stride,
+    INNER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr = False,
+    OVERLAPS: tl.constexpr = False,
 ):
-    if EARLY:
-        gdc_wait()
+    after_previous(EARLY, OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < INNER

@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from slipstream.kernels.attention import (
     LOG2_E,
@@ -29,7 +28,7 @@ from slipstream.kernels.attention import (
     lookup,
     read_record,
 )
-from slipstream.kernels.early import early
+from slipstream.kernels.early import after_previous, early
 
 # Launches of two warps are for a full GPU: with so many registers a multiprocessor holds 6 programs, as many as of
 # `_attention_kernel`. Left alone the compiler takes 236 for the loads before the loop, and only 4 fit.
@@ -94,7 +93,7 @@ def _run(
         workspace.partials, workspace.stats, workspace.arrivals,
         qkv.stride(0), out.stride(0), page_table.stride(0), page_table.shape[1], len(cos_sin),
         window or 0, scale * LOG2_E, eps, SIZE=size, NUM_PARTS=num_parts,
-        BLOCK_P=triton.next_power_of_2(num_parts),
+        BLOCK_P=triton.next_power_of_2(num_parts), ONE_ROW=tiles.block_q == 1,
         HAS_WINDOW=window is not None, NORMS=q_norm is not None, STORES=kv_slots is not None,
         OWN_N=max(16, triton.next_power_of_2(tiles.block_q)), **options, **early(qkv),
         maxnreg=_REGISTERS_OF_FEW_WARPS if options["num_warps"] == 2 else None,
@@ -107,17 +106,16 @@ def _own_rows_kernel(
     out, qkv, key_pages, value_pages, records, page_table, cos_sin, q_norm, k_norm, kv_slots, squares,
     partials, stats, arrivals,
     row_stride, out_stride, table_stride, table_columns, max_position, window, scale, eps, num_splits, min_split_log2,
-    SIZE: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
+    SIZE: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_P: tl.constexpr, ONE_ROW: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, OWN_N: tl.constexpr, CHUNK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    NORMS: tl.constexpr, STORES: tl.constexpr, MERGED: tl.constexpr, EARLY: tl.constexpr = False,
+    NORMS: tl.constexpr, STORES: tl.constexpr, MERGED: tl.constexpr, EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
     """As `_attention_kernel`, over the pages before the tile's rows; the last split also takes the rows themselves.
 
     OWN_N: rows of a tile, padded. STORES tells a decoding tile, whose rows are causal, from a drafter's block.
     """
-    if EARLY:
-        gdc_wait()
+    after_previous(EARLY, OVERLAPS)
     kv_head, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row_base, num_rows, slot, start = read_record(records, tile)
     begin = tl.maximum(start - window + 1, 0) if HAS_WINDOW else 0
@@ -149,14 +147,19 @@ def _own_rows_kernel(
     if STORES:
         own_slots = tl.load(kv_slots + row_base + own, mask=own_rows, other=0)
     if squares is not None:
-        part = tl.arange(0, BLOCK_P)[None, :]
-        at = squares + ((row_base + own) * NUM_PARTS)[:, None] + part
-        parts = tl.load(at, mask=(own < num_rows)[:, None] & (part < NUM_PARTS), other=0.0)
-        factor = tl.rsqrt(tl.sum(parts, 1) / SIZE + eps)
-        of_query = tl.sum(tl.where(own[None, :] == row[:, None], factor[None, :], 0.0), 1)[:, None]
+        part = tl.arange(0, BLOCK_P)
+        if ONE_ROW:
+            parts = tl.load(squares + row_base * NUM_PARTS + part, mask=part < NUM_PARTS, other=0.0)
+            of_query = tl.rsqrt(tl.sum(parts, 0) / SIZE + eps)
+            of_key = of_query
+        else:
+            at = squares + ((row_base + own) * NUM_PARTS)[:, None] + part[None, :]
+            parts = tl.load(at, mask=(own < num_rows)[:, None] & (part < NUM_PARTS)[None, :], other=0.0)
+            factor = tl.rsqrt(tl.sum(parts, 1) / SIZE + eps)
+            of_key = factor[:, None]
+            of_query = tl.sum(tl.where(own[None, :] == row[:, None], factor[None, :], 0.0), 1)[:, None]
         query, query_pair = query * of_query, query_pair * of_query
-        key, key_pair = key * factor[:, None], key_pair * factor[:, None]
-        own_values = own_values.to(tl.float32) * factor[:, None]
+        key, key_pair, own_values = key * of_key, key_pair * of_key, own_values.to(tl.float32) * of_key
     if NORMS:
         # As large as the heads: rows of one element would bring a layout of their own, and all tiles into it.
         query_weight, query_pair_weight = _load_pairs(q_norm + tl.zeros_like(row)[:, None], dim, kept, HEAD_DIM)

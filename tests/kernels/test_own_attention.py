@@ -96,6 +96,7 @@ def test_rows_that_are_still_to_be_divided(
     dtype: torch.dtype, device: str, num_splits: int, norms: bool, num_parts: int
 ) -> None:
     check_decode(Step(Shape(), *DECODING, dtype, device), 8, num_splits, None, norms, num_parts=num_parts)
+    check_decode(Step(Shape(), [40, 0, 16], [1, 0, 1], dtype, device), 1, num_splits, None, norms, num_parts=num_parts)
 
 
 def test_one_row_each(dtype: torch.dtype, device: str) -> None:
@@ -188,6 +189,7 @@ def test_on_a_device(shape: Shape, block_q: int, num_splits: int) -> None:
     check_decode(Step(shape, context, rows, torch.bfloat16, "cuda"), block_q, num_splits, None, True, None)
     check_decode(Step(shape, context, rows, torch.bfloat16, "cuda"), block_q, num_splits, 1000, False, None)
     check_decode(Step(shape, context, rows, torch.bfloat16, "cuda"), block_q, num_splits, None, True, None, 128)
+    check_decode(Step(shape, context, [1, 0] * 12, torch.bfloat16, "cuda"), 1, num_splits, None, True, None, 128)
 
 
 @pytest.mark.gpu
