@@ -29,10 +29,10 @@ ENABLED = True  # bench/tune_step.py measures what it brings
 
 
 def early(rows: Tensor) -> dict[str, Any]:
-    """Options of a launch over these rows, [R, any]."""
+    """Options of a launch over these rows, [R, ...]."""
     if not (ENABLED and len(rows) <= _MOST_ROWS and _can(rows.device)):
         return {}
-    return {"EARLY": True, "OVERLAPS": rows.shape[1] < WIDE, "launch_pdl": True}
+    return {"EARLY": True, "OVERLAPS": rows.numel() < WIDE * len(rows), "launch_pdl": True}
 
 
 @triton.jit

@@ -22,8 +22,8 @@ import torch
 # Part -> kernel -> variants that it may have over the calls below. Start-up compiles all that a run needs: few is a
 # promise.
 VARIANTS = {
-    "batch": {"_admit": 1, "_write_pages": 1, "_layout": 1, "_fill": 1, "_draft_inputs": 1, "_rank": 2},
-    "networks": {"_attention_kernel": 2, "_own_rows_kernel": 16, "_rope_kernel": 2, "_context_kernel": 1},
+    "batch": {"_admit": 1, "_write_pages": 1, "_layout": 2, "_fill": 2, "_draft_inputs": 2, "_rank": 2},
+    "networks": {"_attention_kernel": 2, "_own_rows_kernel": 16, "_rope_kernel": 2, "_context_kernel": 2},
     "products": {"_product": 36, "_rms_norm": 2},
     "acceptance": {
         "_row_best": 2, "_verdict": 2, "_apply": 1, "_draw": 2, "_finish": 1, "_confidence": 1,
