@@ -16,6 +16,7 @@ from slipstream.device.shapes import DraftShape, VerifyShape
 from slipstream.device.triton import TritonBackend
 from slipstream.engine import Drafted, Engine
 from slipstream.plan import StepPlan
+from slipstream.verify.accept import Rule
 
 Say = Callable[[int, int], None]  # stages recorded so far, and in all
 
@@ -35,7 +36,7 @@ class Shapes:
         assert isinstance(backend, TritonBackend), "this backend captures nothing"
         drafts = list(backend.buckets.draft_shapes(draft_lengths)) if backend.pads_drafts else []
         verifies, sizes = list(backend.buckets.verify_shapes()), backend.buckets.report_sizes()
-        return cls(drafts, verifies, sizes, 1 + 2 * engine.rule.captures)
+        return cls(drafts, verifies, sizes, 1 + len(_judged(engine.rule, verifies[0])))
 
     @property
     def num_graphs(self) -> int:
@@ -101,9 +102,14 @@ class Recording:
         stages = partial(engine.verify_stages, shape, drafted, self._backend.no_widths)
         rows = self._graphs.capture(("verify", shape), stages)
         self._logits = rows.logits
-        if engine.rule.captures:
-            for each in (shape, replace(shape, shaped=True)):  # without and with penalties and edits
-                self._graphs.capture(("accept", each), partial(engine.accept_stages, each, drafted, rows))
+        for each in _judged(engine.rule, shape):
+            self._graphs.capture(("accept", each), partial(engine.accept_stages, each, drafted, rows))
+
+
+def _judged(rule: Rule, shape: VerifyShape) -> Sequence[VerifyShape]:
+    """What is recorded of acceptance at a shape: without, and with penalties and edits."""
+    both = (shape, replace(shape, shaped=True))
+    return both[: 1 + rule.captures_shaped] if rule.captures else ()
 
 
 def nobody() -> StepPlan:
