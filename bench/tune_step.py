@@ -6,7 +6,7 @@
 bench/tune_linear.py times a product beside cold weights; in a step it also decides whether a norm is a launch of its own,
 and who waits for whom. A candidate is `TUNED` with some entries replaced, or as it is with every norm a launch (`apart`);
 with norms before products of the library a launch, attention dividing nothing (`divided`); with launches that wait for
-the one before to be over (`late`), that come when it is (`behind`), or that overlap in wide models too (`beside`).
+the one before to be over (`late`), that come when it is (`behind`), or beside the last programs of any kernel (`beside`).
 Entries of one candidate for different numbers of rows are choices of their own: compare candidates row by row. Engines
 record decoding at the given numbers of rows and nothing else. `linear` is the time in which the library multiplies by
 the weights of a step, and does nothing else. Two minutes at most for each model. `--smoke`: a toy, which is how the tests walk through it.
@@ -53,7 +53,7 @@ class Candidate:
     norms_apart: bool = False
     divides: bool = True  # attention, what a library made of rows half normed
     is_early: bool = True  # kernels are launched while the one before ends
-    wide: int = early.WIDE  # of rows from which on they do not come beside its last programs
+    most_programs: int = early.MOST_PROGRAMS  # of a kernel beside whose last ones they come
 
     def table(self) -> dict[Size, tuple[tuple[int, Tile | None], ...]]:
         found = dict(kernels.TUNED)
@@ -67,7 +67,7 @@ class Candidate:
         reads = self._reads_half_normed if self.norms_apart or not self.divides else kernels.reads_half_normed
         with (
             patch.object(kernels, "TUNED", self.table()), patch.object(kernels, "reads_half_normed", reads),
-            patch.multiple(early, ENABLED=self.is_early, WIDE=self.wide),
+            patch.multiple(early, ENABLED=self.is_early, MOST_PROGRAMS=self.most_programs),
         ):  # fmt: skip
             yield
 
@@ -91,8 +91,8 @@ APART_AND_NOW = {
     "apart": Candidate(norms_apart=True),
     "late": Candidate(is_early=False),
     "divided": Candidate(divides=False),
-    "behind": Candidate(wide=0),
-    "beside": Candidate(wide=1 << 30),
+    "behind": Candidate(most_programs=0),
+    "beside": Candidate(most_programs=1 << 30),
     "now": Candidate(),
 }
 CANDIDATES: Mapping[str, Mapping[str, Candidate]] = {

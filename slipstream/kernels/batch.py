@@ -193,7 +193,7 @@ def layout(
         num_sequences, num_rows, len(out.output_rows), len(out.tiles), block_q, draft_stride,
         page_table.stride(0), page_table.shape[1], token_ids.stride(0), token_ids.shape[1],
         PAGE_SIZE=page_size, SCRATCH_PAGE=SCRATCH_PAGE, BLOCK_B=_MAX_SEQUENCES_AT_ONCE, BLOCK=_BLOCK,
-        **early(out.positions),
+        **early(out.positions, num_sequences + 1),
     )  # fmt: skip
 
 
@@ -350,7 +350,7 @@ def fill(token_ids: Tensor, draft_index: Tensor, drafts: Tensor) -> None:
     num_rows = len(token_ids)
     if num_rows:
         _fill[(triton.cdiv(num_rows, _BLOCK),)](
-            token_ids, draft_index, drafts, num_rows, BLOCK=_BLOCK, **early(token_ids)
+            token_ids, draft_index, drafts, num_rows, BLOCK=_BLOCK, **early(token_ids, 1)
         )  # fmt: skip
 
 
@@ -380,7 +380,7 @@ def draft_inputs(
     if input_ids.numel():
         _draft_inputs[(triton.cdiv(input_ids.numel(), _BLOCK),)](
             slots, context, token_ids, input_ids, anchors, blocks, input_ids.numel(), num_rows, token_ids.stride(0),
-            mask_token_id, BLOCK=_BLOCK, **early(slots),
+            mask_token_id, BLOCK=_BLOCK, **early(slots, 1),
         )  # fmt: skip
     return input_ids, anchors, blocks
 

@@ -21,18 +21,18 @@ _HOPPER = 9
 # Plain steps of SmolLM2 on an H200 (bench/results/tune-step-smollm2-h200.json), ms with and without: 1 row 0.66, 0.70; 32
 # rows 0.69, 0.73; 128 rows 0.98, 1.01; 256 rows 1.35, 1.29.
 _MOST_ROWS = 128
-# Elements of a row from which on kernels do not overlap: a large product's programs are as many as fit on the device, and
-# would crowd where there was room first.
-WIDE = 4096
+# Programs of a kernel that others may come beside: one a multiprocessor of an H100 or H200. Where several have to go before
+# there is room, those of the next kernel crowd where they went first.
+MOST_PROGRAMS = 132
 _LINE_BYTES = tl.constexpr(128)
 ENABLED = True  # bench/tune_step.py measures what it brings
 
 
-def early(rows: Tensor) -> dict[str, Any]:
-    """Options of a launch over these rows, [R, ...]."""
+def early(rows: Tensor, num_programs: int) -> dict[str, Any]:
+    """Options of a launch over these rows, [R, ...]. num_programs: of those that have work."""
     if not (ENABLED and len(rows) <= _MOST_ROWS and _can(rows.device)):
         return {}
-    return {"EARLY": True, "OVERLAPS": rows.numel() < WIDE * len(rows), "launch_pdl": True}
+    return {"EARLY": True, "OVERLAPS": num_programs <= MOST_PROGRAMS, "launch_pdl": True}
 
 
 @triton.jit

@@ -3,6 +3,8 @@
 Called by `kernels.linear` after a product that a library made; products of few rows have it built in.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -40,5 +42,14 @@ def silu_mul(both: Tensor, out: Tensor | None = None) -> Tensor:
     out = torch.empty(num_rows, inner, dtype=both.dtype, device=both.device) if out is None else out
     if num_rows:
         grid = (num_rows, triton.cdiv(inner, _BLOCK))
-        _silu_mul[grid](both, out, both.stride(0), out.stride(0), INNER=inner, BLOCK=_BLOCK, num_warps=4, **early(both))
+        _silu_mul[grid](
+            both,
+            out,
+            both.stride(0),
+            out.stride(0),
+            INNER=inner,
+            BLOCK=_BLOCK,
+            num_warps=4,
+            **early(both, math.prod(grid)),
+        )
     return out

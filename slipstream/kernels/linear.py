@@ -382,7 +382,7 @@ def tiled_linear(
             NUM_PARTS=num_parts, BLOCK_P=triton.next_power_of_2(num_parts),
             BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, LANES=tile.lanes, ROWS_FIRST=tile.rows_first,
             LINES=_lines_ahead(tile, num_in, weight.element_size()),
-            num_warps=tile.warps, num_stages=tile.stages, **early(x),
+            num_warps=tile.warps, num_stages=tile.stages, **early(x, column_tiles * row_tiles),
         )  # fmt: skip
     return out
 

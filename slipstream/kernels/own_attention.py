@@ -95,7 +95,7 @@ def _run(
         window or 0, scale * LOG2_E, eps, SIZE=size, NUM_PARTS=num_parts,
         BLOCK_P=triton.next_power_of_2(num_parts), ONE_ROW=tiles.block_q == 1,
         HAS_WINDOW=window is not None, NORMS=q_norm is not None, STORES=kv_slots is not None,
-        OWN_N=max(16, triton.next_power_of_2(tiles.block_q)), **options, **early(qkv),
+        OWN_N=max(16, triton.next_power_of_2(tiles.block_q)), **options, **early(qkv, num_kv_heads * len(tiles.records)),
         maxnreg=_REGISTERS_OF_FEW_WARPS if options["num_warps"] == 2 else None,
     )  # fmt: skip
     return out

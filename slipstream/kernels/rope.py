@@ -66,7 +66,7 @@ def store_context(
             kv.stride(0), keys.stride(0), cos_sin.shape[0], eps,
             NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
             HEADS=triton.next_power_of_2(num_kv_heads), HALF=triton.next_power_of_2(head_dim // 2), num_warps=1,
-            **early(kv),
+            **early(kv, num_rows * num_layers),
         )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ VARIANTS = {
     "networks": {"_attention_kernel": 2, "_own_rows_kernel": 16, "_rope_kernel": 2, "_context_kernel": 2},
     "products": {"_product": 36, "_rms_norm": 2},
     "acceptance": {
-        "_row_best": 2, "_verdict": 2, "_apply": 1, "_draw": 6, "_finish": 4, "_confidence": 1,
+        "_row_best": 2, "_verdict": 2, "_apply": 1, "_draw": 6, "_finish": 6, "_confidence": 2,
         "_row_stats": 1, "_judge": 3, "_sum_tiles": 3, "_draw_following": 3,  # drafts: certain, of all ids, of some
     },
     "shaping": {"_clear": 1, "_count": 1, "_shaped_row_best": 2, "_verdict": 2, "_shape": 1},
