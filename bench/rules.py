@@ -4,8 +4,9 @@
 
 Both rules serve the same prompts, rule by rule in turn, wave after wave, with seeds that no two waves share: what a rule
 accepts is then a mean over all of them, and its error comes from how requests scatter. Under both rules answers have the
-target's law; what differs is how often a draft is part of them. Memory is what a wave takes beyond weights, KV pools and
-graphs at its peak (on a GPU; on a CPU it is not measured).
+target's law; what differs is how often a draft is part of them. Memory is what a wave takes at its peak beyond what was
+there before it: weights, KV pools, graphs and the engine's buffers, among them what drafts are drawn from under rejection
+(on a GPU; on a CPU it is not measured).
 """
 
 import argparse

@@ -22,8 +22,7 @@ from torch import Tensor
 from slipstream.kernels.accept import accept_coupled
 from slipstream.kernels.draft import confidence, draft_chain, draft_workspace
 from slipstream.kernels.filters import cut_rows
-from slipstream.kernels.reject import accept_rejection
-from slipstream.ops.reject import DraftLaw
+from slipstream.kernels.reject import KeptLaw, accept_rejection
 from slipstream.plan import NUM_VERDICT_COLUMNS
 
 DEVICE = "cuda"
@@ -89,11 +88,11 @@ def copies(make: Callable[[], Tensor]) -> list[Tensor]:
     return [first, *(make() for _ in range(min(50, int(L2_BYTES // size))))]
 
 
-def even_law(count: int, vocab: int) -> DraftLaw:
+def even_law(count: int, vocab: int) -> KeptLaw:
     """Of drafts that may have been any token."""
-    zeros = torch.zeros(count, NUM_DRAFTS, device=DEVICE)
-    logits, drawn = zeros[..., None].to(DTYPE).repeat(1, 1, vocab), torch.ones(count, dtype=torch.bool, device=DEVICE)
-    return DraftLaw(logits, zeros, zeros + vocab, torch.ones(count, device=DEVICE), drawn)
+    law = KeptLaw.make(count, NUM_DRAFTS, None, vocab, DTYPE, torch.device(DEVICE))
+    law.mass.fill_(vocab)
+    return law
 
 
 def accept(shape: Shape, count: int, width: int, temperature: float, is_rejection: bool = False) -> Row:
@@ -113,7 +112,7 @@ def accept(shape: Shape, count: int, width: int, temperature: float, is_rejectio
 
     def call(logits: Tensor) -> None:
         if is_rejection:
-            accept_rejection(logits, shape.vocab, draft_law=law, **step)
+            accept_rejection(logits, shape.vocab, law=law, **step)
         else:
             accept_coupled(logits, shape.vocab, **step)
 
@@ -142,7 +141,7 @@ def cut(shape: Shape, count: int, width: int, filters: str, is_flat: bool) -> Ro
     return Row(shape.name, name, count, spent, _rate(logits[0].numel(), spent))
 
 
-def draft(shape: Shape, count: int, temperature: float, has_markov: bool) -> Row:
+def draft(shape: Shape, count: int, temperature: float, has_markov: bool, is_rejection: bool = False) -> Row:
     rank = shape.rank if has_markov else 0
     w1 = torch.randn(shape.vocab, rank, device=DEVICE).to(DTYPE) if rank else None
     w2 = torch.randn(shape.draft_vocab, rank, device=DEVICE).to(DTYPE) if rank else None
@@ -151,18 +150,21 @@ def draft(shape: Shape, count: int, temperature: float, has_markov: bool) -> Row
     previous, anchors = torch.zeros_like(out[0]), torch.zeros(count, dtype=torch.int64, device=DEVICE)
     workspace = draft_workspace(count, NUM_DRAFTS, DEVICE)
     token_ids = torch.arange(shape.draft_vocab, device=DEVICE) * 2 if is_mapped else None
-    state = slots(count, temperature)
+    state, law = slots(count, temperature), None
+    if is_rejection:
+        law = KeptLaw.make(count, NUM_DRAFTS, token_ids, shape.vocab, DTYPE, torch.device(DEVICE))
 
     def call(base: Tensor) -> None:
         draft_chain(
             base, w1, w2, anchors, token_ids, shape.draft_vocab, **state, sample=True,
-            signal="head" if rank else "peak", drafts=out[0], prob=out[1], previous=previous, workspace=workspace,
+            signal="head" if rank else "peak", drafts=out[0], prob=out[1], previous=previous,
+            workspace=workspace, law=law,
         )  # fmt: skip
 
     base = copies(lambda: torch.randn(count, NUM_DRAFTS, shape.draft_vocab, device=DEVICE).to(DTYPE))
     spent = microseconds([lambda each=each: call(each) for each in base])
     numbers = base[0].numel() + NUM_DRAFTS * shape.draft_vocab * rank
-    name = f"draft {'markov' if rank else 'plain'} T={temperature:g}"
+    name = f"draft {'markov' if rank else 'plain'} {'reject ' if is_rejection else ''}T={temperature:g}"
     return Row(shape.name, name, count, spent, _rate(numbers, spent))
 
 
@@ -188,6 +190,7 @@ def measure(shapes: tuple[Shape, ...], counts: tuple[int, ...]) -> list[Row]:
                 rows += [accept(shape, count, width, temperature) for width in (0, NUM_DRAFTS)]
                 rows += [draft(shape, count, temperature, has_markov) for has_markov in (True, False)]
             rows.append(head(shape, count))
+            rows += [draft(shape, count, 1.0, has_markov, is_rejection=True) for has_markov in (True, False)]
             rows += [cut(shape, count, NUM_DRAFTS, name, is_flat=False) for name in FILTERS]
             rows.append(cut(shape, count, NUM_DRAFTS, "top_p .9", is_flat=True))
             if count <= 32:

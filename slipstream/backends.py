@@ -27,6 +27,7 @@ from slipstream.verify.target import Target, TargetForward
 
 if TYPE_CHECKING:
     from slipstream.kernels.attention import Workspace
+    from slipstream.kernels.reject import KeptLaw
 
 
 TOO_MANY_PAGES = "a KV pool of {} pages does not fit in memory: lower kv_memory (on a GPU, or gpu_memory_utilization)"
@@ -88,7 +89,6 @@ def triton_parts(given: Ingredients) -> Parts:
 
     models, sizes = given.models, given.sizes
     pools, state = _make_pools(given), _slot_state(sizes, models.device)
-    captures_drafts = given.coupled and given.network is not None
     backend = TritonBackend(
         state,
         page_size=sizes.page_size,
@@ -98,18 +98,21 @@ def triton_parts(given: Ingredients) -> Parts:
         ),
         max_rows=sizes.max_rows,
         num_drafts=sizes.num_drafts,
-        pads_drafts=captures_drafts,
+        pads_drafts=given.network is not None,
         graphs=Graphs(models.device) if models.device.type == "cuda" else None,
         deterministic=given.deterministic,
     )
-    drafter = given.made
+    drafter, law = given.made, None
     if given.network is not None:
         workspace = _workspace(given.network.spec, given)
-        drafter = FusedBlockDraft(given.network, pools[1], models.vocab_size, state, workspace, backend.buffers)
+        law = None if given.coupled or not given.samples else _law_buffers(given.network, given)
+        drafter = FusedBlockDraft(given.network, pools[1], models.vocab_size, state, workspace, backend.buffers, law)
     taps = drafter.tap_layers if drafter else ()
     max_outputs = sizes.max_num_seqs * (sizes.num_drafts + 1)
     shaper = Shaper.make(state.shaping, state.token_ids, models.vocab_size)
-    rule: Rule = FusedRejectionRule(given.samples, backend.buffers, shaper)
+    rule: Rule = FusedRejectionRule(
+        given.samples, backend.buffers, shaper, law, draws=given.made is not None and given.samples
+    )
     if given.coupled:
         rule = FusedCoupledRule(given.samples, backend.buffers, shaper, given.deterministic)
     return Parts(
@@ -166,6 +169,16 @@ def _slot_state(sizes: Sizes, device: torch.device) -> SlotState:
             return make_slot_state(sizes.max_num_seqs, sizes.max_model_len, sizes.page_size, device)
     except (RuntimeError, TypeError, MemoryError) as error:  # torch's words for too large, far too large
         raise CapacityError(does_not_fit) from error
+
+
+def _law_buffers(network: BlockDrafter, given: Ingredients) -> "KeptLaw":
+    """As large as the logits of all drafts of a step."""
+    from slipstream.kernels.reject import KeptLaw
+
+    models, sizes = given.models, given.sizes
+    token_ids = None if network.spec.draft_vocab_size is None else network.draft_token_ids
+    dtype = network.head_weight.dtype
+    return KeptLaw.make(sizes.max_num_seqs, sizes.num_drafts, token_ids, models.vocab_size, dtype, models.device)
 
 
 def _workspace(spec: DecoderSpec | DrafterSpec, given: Ingredients) -> "Workspace":

@@ -16,6 +16,7 @@ from slipstream.device.shapes import DraftShape, VerifyShape
 from slipstream.device.triton import TritonBackend
 from slipstream.engine import Drafted, Engine
 from slipstream.plan import StepPlan
+from slipstream.verify.accept import Rule
 
 Say = Callable[[int, int], None]  # stages recorded so far, and in all
 
@@ -35,8 +36,7 @@ class Shapes:
         assert isinstance(backend, TritonBackend), "this backend captures nothing"
         drafts = list(backend.buckets.draft_shapes(draft_lengths)) if backend.pads_drafts else []
         verifies, sizes = list(backend.buckets.verify_shapes()), backend.buckets.report_sizes()
-        num_accepts = len(accept_shapes(verifies[0])) if engine.rule.captures else 0
-        return cls(drafts, verifies, sizes, 1 + num_accepts)
+        return cls(drafts, verifies, sizes, 1 + len(accept_shapes(engine.rule, verifies[0])))
 
     @property
     def num_graphs(self) -> int:
@@ -102,17 +102,17 @@ class Recording:
         stages = partial(engine.verify_stages, shape, drafted, self._backend.no_widths)
         rows = self._graphs.capture(("verify", shape), stages)
         self._logits = rows.logits
-        if engine.rule.captures:
-            for each in accept_shapes(shape):
-                self._graphs.capture(("accept", each), partial(engine.accept_stages, each, drafted, rows))
+        for each in accept_shapes(engine.rule, shape):
+            self._graphs.capture(("accept", each), partial(engine.accept_stages, each, drafted, rows))
 
 
-def accept_shapes(shape: VerifyShape) -> tuple[VerifyShape, ...]:
+def accept_shapes(rule: Rule, shape: VerifyShape) -> Sequence[VerifyShape]:
     """Under what wishes acceptance is recorded: none, penalties and edits, filters.
 
-    Both together need a copy of the logits, and a grammar changes them outside of graphs: such steps are launched.
+    The latter two together need a copy of the logits, and a grammar changes them outside of graphs: such steps are launched.
     """
-    return shape, replace(shape, shaped=True), replace(shape, filtered=True)
+    each = (shape, replace(shape, shaped=True), replace(shape, filtered=True))
+    return each[: len(each) if rule.captures_wishes else 1] if rule.captures else ()
 
 
 def nobody() -> StepPlan:

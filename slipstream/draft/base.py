@@ -76,7 +76,7 @@ class Sampler(Protocol):
 class Draft:
     token_ids: Tensor  # [D, d] int64, target ids
     signal: Tensor  # [D, d] fp32: raw confidence, a probability
-    law: DraftLaw | None  # what drafts were drawn from; None where the acceptance rule does not ask, or all are certain
+    law: DraftLaw | None  # what drafts were drawn from; None where nobody asks, all are certain, or it lies in buffers
     evidence: Tensor | None = None  # the drafter's own: what its `settle` needs of this block again, if it learns
 
 

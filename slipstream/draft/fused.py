@@ -1,8 +1,11 @@
 """DFlash and DSpark on a GPU: the block's forward in fused kernels, and one launch for each draft drawn.
 
-By device values and shapes alone, so that a draft can be captured. `draft.block.BlockDraft` is the reference, and what
-an acceptance rule with distributions, or a Markov head with more than a table, takes for its serial draw.
+By device values and shapes alone, so that a draft can be captured. What drafts were drawn from, where rejection asks for
+it, is left in buffers of the engine. `draft.block.BlockDraft` is the reference, and what a Markov head with more than a
+table takes for its serial draw.
 """
+
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -16,6 +19,7 @@ from slipstream.kernels.batch import draft_inputs
 from slipstream.kernels.draft import confidence, draft_chain, draft_workspace
 from slipstream.kernels.linear import FUSED
 from slipstream.kernels.own_attention import block_attention
+from slipstream.kernels.reject import KeptLaw
 from slipstream.kernels.rope import store_context
 from slipstream.models.drafters import BlockDrafter
 from slipstream.models.fused import FusedDrafter
@@ -24,11 +28,12 @@ from slipstream.models.fused import FusedDrafter
 class FusedBlockDraft(BlockDraft):
     def __init__(
         self, network: BlockDrafter, pool: KVPool, num_token_ids: int, state: SlotState, workspace: Workspace,
-        buffers: StepBuffers,
+        buffers: StepBuffers, law: KeptLaw | None = None,
     ) -> None:  # fmt: skip
+        """law: for what drafts are drawn from, if rejection is to judge drawn drafts."""
         super().__init__(network, pool, num_token_ids)
         self._forward = FusedDrafter(network, FUSED)
-        self._state, self._workspace, self._buffers = state, workspace, buffers
+        self._state, self._workspace, self._buffers, self._law = state, workspace, buffers, law
         markov = network.markov_head
         self._chains = markov is None or markov.kind == "vanilla"
         self._markov = (markov.markov_w1.weight, markov.markov_w2.weight) if markov is not None else (None, None)
@@ -44,8 +49,8 @@ class FusedBlockDraft(BlockDraft):
         hidden = flat.view(count, num_rows, -1)
         draft_rows = hidden[:, num_rows - num_drafts :]  # fill-in: row 0 predicts nothing
         logits = self._forward.base_logits(draft_rows.reshape(count * num_drafts, -1)).view(count, num_drafts, -1)
-        if not (self._chains and sampler.shares_noise):
-            return self._draw(hidden, logits, anchors, sampler, signal)
+        if not self._chains:
+            return self._held(self._draw(hidden, logits, anchors, sampler, signal))
         return self._chain(view.slots, draft_rows, logits, anchors, sampler, signal)
 
     def absorb(self, features: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
@@ -63,13 +68,20 @@ class FusedBlockDraft(BlockDraft):
         tiles = Tiles(blocks, num_rows, choose_splits(count, spec.num_kv_heads, self._state.max_len))
         forward = self._forward
 
-        def attend(layer: int, qkv: Tensor) -> Tensor:
+        def attend(layer: int, qkv: Tensor, squares: Tensor | None) -> Tensor:
+            assert squares is None, "nobody was told that this divides"
             return block_attention(
                 qkv, *self.pool.by_page[layer], tiles, self._state.page_table, forward.cos_sin,
                 *forward.head_norms(layer), forward.eps, self._scale, spec.window(layer), self._workspace,
             )  # fmt: skip
 
         return forward.hidden(input_ids.flatten(), attend)
+
+    def _held(self, draft: Draft) -> Draft:
+        """With its law in the buffers, where acceptance looks: of a captured stage nothing else stays."""
+        if self._law is not None and draft.law is not None:
+            self._law.hold(draft.law)
+        return replace(draft, law=None)
 
     def _chain(
         self, slots: Tensor, draft_rows: Tensor, logits: Tensor, anchors: Tensor, sampler: Sampler, signal: str
@@ -82,7 +94,8 @@ class FusedBlockDraft(BlockDraft):
         draft_chain(
             logits, w1, w2, anchors=anchors, token_ids=self._token_ids, num_columns=self._num_columns,
             slots=slots, context=state.context, temperature=state.temperature, seed=state.seed,
-            sample=sampler.sample_drafts, signal=signal, drafts=drafts, prob=probability, previous=previous, workspace=self._draws,
+            sample=sampler.sample_drafts, signal=signal, drafts=drafts, prob=probability, previous=previous,
+            workspace=self._draws, law=self._law,
         )  # fmt: skip
         if signal == "head":
             head = self.network.confidence_head

@@ -3,12 +3,14 @@
 One launch per position, because draft j + 1 needs draft j: each program adds W2 W1[previous] to its tile of the base
 logits, draws, and raises one 64-bit word per sequence to the largest (score, column). Without a Markov head the
 positions do not depend on each other and share one launch. A last launch turns words into token ids and
-probabilities. Same tokens as `CoupledStep.draw` under `BlockDraft.propose`, but that the bias is summed in fp32
-throughout. Also the confidence head. Called by the engine's GPU path; knows nothing of pages or hidden layers.
+probabilities. Same tokens as under `BlockDraft.propose`, but that the bias is summed in fp32 throughout: as
+`CoupledStep.draw`, or, where what is drawn from is kept, as `RejectionStep.draw` with `CounterSource`. Also the
+confidence head. Called by the engine's GPU path; knows nothing of pages or hidden layers.
 
 Letters in shapes: D padded decoding sequences, d drafts of S at most, Vd draft vocabulary, V target vocabulary, r rank.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.noise import gumbel_at, gumbel_run
+from slipstream.kernels.early import after_previous, early
+from slipstream.kernels.noise import draft_gumbel_run, gumbel_at, gumbel_run
+from slipstream.kernels.reject import KeptLaw
 
 _UNSET = -(2**63)
 _SIGNALS = {"none": 0, "peak": 1, "drawn": 2, "head": 3}
@@ -33,6 +37,7 @@ def draft_chain(
     base_logits: Tensor, markov_w1: Tensor | None, markov_w2: Tensor | None, anchors: Tensor,
     token_ids: Tensor | None, num_columns: int, *, slots: Tensor, context: Tensor, temperature: Tensor, seed: Tensor,
     sample: bool, signal: str, drafts: Tensor, prob: Tensor, previous: Tensor, workspace: Tensor,
+    law: KeptLaw | None = None,
 ) -> None:  # fmt: skip
     """Draw d drafts per sequence, left to right, into the first d columns of drafts, prob and previous.
 
@@ -43,27 +48,38 @@ def draft_chain(
     "peak" the largest probability at the sequence's temperature (1 where greedy), "drawn" the draft's own, "none" 0,
     "head" nothing is written, for `confidence` does. sample: add the noise of position context + 1 + j, keyed by target
     id, where temperature > 0; otherwise argmax.
+
+    law, of num_columns columns, if rejection is to judge (and sample): what the drafts of each sequence whose temperature
+    is above 0 were drawn from is written there, logits rounded to its dtype before the draw. The noise of draft j is named
+    (context, j) then, as no other draw is: see `ops.noise.draft_gumbel`.
     """
     num_sequences, num_drafts, _ = base_logits.shape
     assert base_logits.stride(2) == 1 and num_drafts * num_sequences <= workspace.numel(), base_logits.shape
     kind, rank = _SIGNALS[signal], 0 if markov_w1 is None else markov_w1.shape[1]
+    assert law is None or (sample and law.logits.shape[2] == num_columns and law.logits.stride(2) == 1), law
     shape = _chain_shape(num_sequences, num_drafts, num_columns, rank)
-    has_parts = signal in ("peak", "drawn")
-    size = num_drafts * num_sequences * shape.num_tiles if has_parts else 0
+    keeps = law is not None
+    reads = kind if signal in ("peak", "drawn") else _SIGNALS["peak"] if keeps else 0
+    kept = (None, 0, 0) if law is None else (law.logits, law.logits.stride(0), law.logits.stride(1))
+    numbers = (None, None, 0) if law is None else (law.peak, law.mass, law.peak.stride(0))
+    size = num_drafts * num_sequences * shape.num_tiles if reads else 0
     parts = [torch.empty(size, dtype=torch.float32, device=base_logits.device) for _ in range(3)]
+    grid = shape.num_tiles, triton.cdiv(num_sequences, shape.block_d), 1 if rank else num_drafts
     for position in range(num_drafts if rank else 1):
-        _draw[(shape.num_tiles, triton.cdiv(num_sequences, shape.block_d), 1 if rank else num_drafts)](
+        _draw[grid](
             base_logits, base_logits.stride(0), base_logits.stride(1), markov_w1, markov_w2, rank, anchors, token_ids,
             num_columns, num_sequences, position, slots, context, temperature, seed,
-            workspace, *parts, shape.span,
-            SAMPLE=sample, SIGNAL=kind if has_parts else 0, IS_MAPPED=token_ids is not None,
+            workspace, *parts, shape.span, *kept,
+            SAMPLE=sample, KEEPS=keeps, READS=reads, IS_MAPPED=token_ids is not None,
             BLOCK_D=shape.block_d, BLOCK_V=shape.block_v, RANK=shape.rank, num_warps=shape.num_warps,
+            **early(slots, math.prod(grid)),
         )  # fmt: skip
     _finish[(num_sequences, num_drafts)](
         workspace, *parts, shape.num_tiles, shape.span, anchors, token_ids, num_columns,
         num_sequences, num_drafts, slots, temperature,
-        drafts, drafts.stride(0), prob, prob.stride(0), previous, previous.stride(0),
-        SIGNAL=kind, IS_MAPPED=token_ids is not None, TILES=triton.next_power_of_2(shape.num_tiles), num_warps=1,
+        drafts, drafts.stride(0), prob, prob.stride(0), previous, previous.stride(0), *numbers,
+        SIGNAL=kind, KEEPS=keeps, READS=reads, IS_MAPPED=token_ids is not None,
+        TILES=triton.next_power_of_2(shape.num_tiles), num_warps=1, **early(slots, num_sequences * num_drafts),
     )  # fmt: skip
 
 
@@ -81,7 +97,7 @@ def confidence(
     _confidence[(num_sequences, num_drafts)](
         hidden, hidden.stride(0), hidden.stride(1), width, previous, previous.stride(0), markov_w1, rank, weight, bias,
         out, out.stride(0), HAS_BIAS=bias is not None, BLOCK=min(4096, triton.next_power_of_2(width)),
-        RANK=triton.next_power_of_2(rank) if rank else 0,
+        RANK=triton.next_power_of_2(rank) if rank else 0, **early(hidden, num_sequences * num_drafts),
     )  # fmt: skip
 
 
@@ -144,15 +160,20 @@ def _load_tile(row, is_live, w2, rank, start, end, BLOCK_V: tl.constexpr, RANK: 
 
 
 @triton.jit
-def _noisy(x, divisor, is_hot, key, place, start, columns, is_known, token_ids, IS_MAPPED: tl.constexpr):
+def _noisy(
+    x, divisor, is_hot, key, anchor_at, position, start, columns, is_known, token_ids,
+    KEEPS: tl.constexpr, IS_MAPPED: tl.constexpr,
+):  # fmt: skip
     """x / temperature + noise where hot; nothing is computed where all of the program's sequences are greedy."""
     if tl.max(is_hot.to(tl.int32), axis=0) > 0:
-        if IS_MAPPED:
+        counter = (start // 4 + tl.arange(0, x.shape[1] // 4))[None, :]
+        if KEEPS:
+            noise = draft_gumbel_run(key, anchor_at, position, counter)
+        elif IS_MAPPED:
             named = tl.load(token_ids + columns, mask=is_known, other=0)
-            noise = gumbel_at(key, place, named[None, :])
+            noise = gumbel_at(key, anchor_at + 1 + position, named[None, :])
         else:
-            counter = start // 4 + tl.arange(0, x.shape[1] // 4)
-            noise = gumbel_run(key, place, counter[None, :])
+            noise = gumbel_run(key, anchor_at + 1 + position, counter)
         x = tl.where(is_hot[:, None], x / divisor + noise, x)
     return x
 
@@ -161,11 +182,13 @@ def _noisy(x, divisor, is_hot, key, place, start, columns, is_known, token_ids, 
 def _draw(
     base, sequence_stride, position_stride, w1, w2, rank, anchors, token_ids,
     num_columns, num_sequences, position, slots, context, temperature, seed,
-    words, peaks, masses, chosens, span,
-    SAMPLE: tl.constexpr, SIGNAL: tl.constexpr, IS_MAPPED: tl.constexpr,
+    words, peaks, masses, chosens, span, law, law_stride, law_place_stride,
+    SAMPLE: tl.constexpr, KEEPS: tl.constexpr, READS: tl.constexpr, IS_MAPPED: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, RANK: tl.constexpr,
+    EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
     """One program: BLOCK_D sequences, `span` columns, one position."""
+    after_previous(EARLY, OVERLAPS)
     tile = tl.program_id(0)
     position += tl.program_id(2)
     sequence = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -176,8 +199,10 @@ def _draw(
     divisor = tl.where(is_hot, heat, 1.0)[:, None]
     if SAMPLE:
         key = tl.load(seed + slot, mask=is_live, other=0)[:, None]
-        place = (tl.load(context + slot, mask=is_live, other=0) + 1 + position)[:, None]
+        anchor_at = tl.load(context + slot, mask=is_live, other=0)[:, None]
     row = base + sequence.to(tl.int64) * sequence_stride + position.to(tl.int64) * position_stride
+    if KEEPS:
+        kept = law + sequence.to(tl.int64) * law_stride + position.to(tl.int64) * law_place_stride
     begin = tile * span
     end = tl.minimum(begin + span, num_columns)
     if RANK > 0:
@@ -209,42 +234,50 @@ def _draw(
                 x += tl.sum(weight.to(tl.float32) * embedding.to(tl.float32), axis=1)[None, :]
             else:
                 x += tl.dot(embedding, tl.trans(weight), input_precision="ieee")
+        if KEEPS:  # drawn from as it is kept
+            rounded = x.to(law.dtype.element_ty)
+            tl.store(kept[:, None] + columns[None, :], rounded, mask=is_hot[:, None] & is_known[None, :])
+            x = rounded.to(tl.float32)
         x = tl.where(is_known[None, :], x, -_INF)
         finite = tl.where(x == x, x, -_INF)  # NaN is never drawn; it shows in `mass`
         score = finite
         if SAMPLE:
-            score = _noisy(finite, divisor, is_hot, key, place, start, columns, is_known, token_ids, IS_MAPPED)
+            score = _noisy(
+                finite, divisor, is_hot, key, anchor_at, position, start, columns, is_known, token_ids, KEEPS, IS_MAPPED
+            )  # fmt: skip
         top, index = tl.max(score, axis=1, return_indices=True)
         is_better = top > best
         best = tl.where(is_better, top, best)
         column = tl.where(is_better, start + index, column)
-        if SIGNAL != _NONE:
+        if READS != _NONE:
             raised = tl.maximum(peak, tl.max(finite, axis=1))
             shift = tl.where(raised > -_INF, raised, 0.0)[:, None]
             mass *= tl.sum(tl.exp((peak[:, None] - shift) / divisor), axis=1)
             mass += tl.sum(tl.exp((x - shift) / divisor), axis=1)
             peak = raised
-        if SIGNAL == _DRAWN:
+        if READS == _DRAWN:
             is_column = columns[None, :] == (start + index)[:, None]
             chosen = tl.where(is_better, tl.sum(tl.where(is_column, finite, 0.0), axis=1), chosen)
 
     at = position * num_sequences + sequence
     tl.atomic_max(words + at, _pack(best, column), mask=is_live, sem="relaxed")
-    if SIGNAL != _NONE:
+    if READS != _NONE:
         part = at * tl.num_programs(0) + tile
         tl.store(peaks + part, peak, mask=is_live)
         tl.store(masses + part, mass, mask=is_live)
         tl.store(chosens + part, chosen, mask=is_live)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_sequences", "num_drafts"])
+@triton.jit(do_not_specialize=["num_tiles", "num_sequences", "num_drafts", "peak_stride"])
 def _finish(
     words, peaks, masses, chosens, num_tiles, span, anchors, token_ids, num_columns,
     num_sequences, num_drafts, slots, temperature,
-    drafts, drafts_stride, prob, prob_stride, previous, previous_stride,
-    SIGNAL: tl.constexpr, IS_MAPPED: tl.constexpr, TILES: tl.constexpr,
+    drafts, drafts_stride, prob, prob_stride, previous, previous_stride, law_peaks, law_masses, peak_stride,
+    SIGNAL: tl.constexpr, KEEPS: tl.constexpr, READS: tl.constexpr, IS_MAPPED: tl.constexpr, TILES: tl.constexpr,
+    EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
     """One program: one draft. Clears its word for the next call."""
+    after_previous(EARLY, OVERLAPS)
     sequence, position = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = position * num_sequences + sequence
     column = _unpack_column(tl.load(words + at), num_columns)
@@ -260,7 +293,7 @@ def _finish(
         tl.store(before + 1, drafted)
     if SIGNAL == _NONE:
         tl.store(prob + sequence * prob_stride + position, 0.0)
-    elif (SIGNAL == _PEAK) | (SIGNAL == _DRAWN):
+    if READS != _NONE:
         heat = tl.load(temperature + tl.load(slots + sequence))
         divisor = tl.where(heat > 0, heat, 1.0)
         tile = tl.arange(0, TILES)
@@ -270,17 +303,24 @@ def _finish(
         read = tl.max(peak, axis=0)
         shift = tl.where(read > -_INF, read, 0.0)
         total = tl.sum(mass * tl.exp((peak - shift) / divisor), axis=0)
-        if SIGNAL == _DRAWN:
-            read = tl.load(chosens + at * num_tiles + column // span)
-        tl.store(prob + sequence * prob_stride + position, tl.exp((read - shift) / divisor) / total)
+        if KEEPS:
+            of_law = sequence * peak_stride + position
+            tl.store(law_peaks + of_law, shift)
+            tl.store(law_masses + of_law, total)
+        if (SIGNAL == _PEAK) | (SIGNAL == _DRAWN):
+            if SIGNAL == _DRAWN:
+                read = tl.load(chosens + at * num_tiles + column // span)
+            tl.store(prob + sequence * prob_stride + position, tl.exp((read - shift) / divisor) / total)
 
 
 @triton.jit(do_not_specialize=["previous_stride", "out_stride"])
 def _confidence(
     hidden, sequence_stride, position_stride, width, previous, previous_stride, w1, rank, weight, bias,
     out, out_stride, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr,
+    EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
     """One program: one draft."""
+    after_previous(EARLY, OVERLAPS)
     sequence, position = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = hidden + sequence * sequence_stride + position * position_stride
     total = tl.full((), 0.0, tl.float32)

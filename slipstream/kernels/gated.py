@@ -3,23 +3,30 @@
 Called by `kernels.linear` after a product that a library made; products of few rows have it built in.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
-from slipstream.kernels.early import early
+from slipstream.kernels.early import after_previous, early
 
 _BLOCK = 1024
 
 
 @triton.jit
 def _silu_mul(
-    both, out, both_stride, out_stride, INNER: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False
+    both,
+    out,
+    both_stride,
+    out_stride,
+    INNER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr = False,
+    OVERLAPS: tl.constexpr = False,
 ):
-    if EARLY:
-        gdc_wait()
+    after_previous(EARLY, OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < INNER
@@ -35,5 +42,14 @@ def silu_mul(both: Tensor, out: Tensor | None = None) -> Tensor:
     out = torch.empty(num_rows, inner, dtype=both.dtype, device=both.device) if out is None else out
     if num_rows:
         grid = (num_rows, triton.cdiv(inner, _BLOCK))
-        _silu_mul[grid](both, out, both.stride(0), out.stride(0), INNER=inner, BLOCK=_BLOCK, num_warps=4, **early(both))
+        _silu_mul[grid](
+            both,
+            out,
+            both.stride(0),
+            out.stride(0),
+            INNER=inner,
+            BLOCK=_BLOCK,
+            num_warps=4,
+            **early(both, math.prod(grid)),
+        )
     return out

@@ -11,8 +11,9 @@ cannot, and who writes the row applies it: a product into the residual stream st
 weight of the norm that reads them next, with sums of squares of what it stored (`HalfNormed`). So loops are those of
 products without a norm. Folding the norm's weight into the matrix behind it instead would save that store, of rows that
 are nothing beside a matrix, but round every weight once more and change what others read: copies, files, and a drafter
-whose keys lie behind two norms. Where nobody did half of it (behind an embedding, or a library), rows are multiplied in
-the loop, or before the product.
+whose keys lie behind two norms. A library multiplies such rows as well, but cannot divide: attention does, which reads
+what the first product of a layer makes (`heads_linear`). Where nobody did half of it (behind an embedding, or a
+library), rows are multiplied in the loop, or before the product.
 
 How a product is cut up depends on the number of rows, and its rounding with it; `deterministic_linear` has one way for
 each weight. Called by the networks of the GPU backend; reference and signature: `ops.fused.fused_linear`.
@@ -26,9 +27,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
-from slipstream.kernels.early import early
+from slipstream.kernels.early import after_previous, early, fetch
 from slipstream.kernels.gated import silu_mul
 from slipstream.kernels.norm import rms_norm
 from slipstream.ops.fused import Following, HalfNormed, Products
@@ -57,7 +57,6 @@ def _tile(rows: int, columns: int, depth: int, lanes: int, stages: int, norm_apa
 # None is the library, which also takes all rows above the last. Shapes that are not listed: `guess_tile`.
 # From bench/tune_linear.py on an H200 (bench/results/tune-linear-h200.json); in comments us at 8 and 64 rows, norm, gate
 # and residual included, tile against library. All products of a step of SmolLM2-135M: 0.55 ms at 8 rows against 0.67.
-# Launching each while the one before runs, its weight fetched ahead (programmatic dependent launch): 0.81 ms against 0.57.
 TUNED: Mapping[tuple[int, int], tuple[tuple[int, Tile | None], ...]] = {
     # SmolLM2-135M: qkv 4.3 / 5.3, 5.0 / 5.4; o 2.8 / 3.6, 3.3 / 3.7; gate and up 6.1 / 7.4, 5.7 / 7.6; down 3.5 / 5.1,
     # 4.7 / 5.2; head 24 / 19, 23 / 22
@@ -120,15 +119,14 @@ def _product(
     num_rows, x_stride, out_stride, eps,
     NUM_OUT: tl.constexpr, NUM_IN: tl.constexpr, GATED: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr,
-    ROWS_FIRST: tl.constexpr, EARLY: tl.constexpr = False,
+    ROWS_FIRST: tl.constexpr, LINES: tl.constexpr,
+    EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
     """Program (i, j), or (j, i): BLOCK_N rows of the weight (gate and up in turns if gated) for BLOCK_M rows of x.
 
     squares [R, NUM_PARTS]: x is half normed. next_rows [R, NUM_OUT], next_squares [R, column tiles]: where `out` goes half
-    normed, by next_norm.
+    normed, by next_norm. LINES: see `early.fetch`.
     """
-    if EARLY:
-        gdc_wait()
     # Rows beyond the last are computed from the others and not stored: cheaper than masks in the loop. From one each, for
     # all of them from a single row would have all programs ask for the same few lines of memory at once.
     column_tile, row_tile = tl.program_id(1 if ROWS_FIRST else 0), tl.program_id(0 if ROWS_FIRST else 1)
@@ -138,6 +136,9 @@ def _product(
     else:
         weight_ids = tl.minimum(columns, NUM_OUT - 1)
     weight_rows = weight + weight_ids.to(tl.int64) * NUM_IN
+    if OVERLAPS:
+        fetch(weight_rows, LINES)
+    after_previous(EARLY, OVERLAPS)
     rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     x_rows = x + (rows % num_rows).to(tl.int64) * x_stride
 
@@ -241,20 +242,30 @@ def add_linear(
     if tile is None:
         _library(x, weight, bias, None, 0.0, residual, False, None)
         return None
-    if following is None or not reads_half_normed(x.shape[0], following[1]):
+    if following is None or not reads_half_normed(x.shape[0], following):
         tiled_linear(x, weight, bias, tile, residual=residual)
         return None
     half = HalfNormed(
         torch.empty(residual.shape, dtype=residual.dtype, device=residual.device),
         torch.empty(len(x), triton.cdiv(len(weight), tile.columns), dtype=torch.float32, device=residual.device),
     )
-    tiled_linear(x, weight, bias, tile, residual=residual, into=(following[0], half))
+    tiled_linear(x, weight, bias, tile, residual=residual, into=(following.norm, half))
     return half
 
 
-def reads_half_normed(num_rows: int, weight: Tensor) -> bool:
-    """Whether the product with this weight takes rows half normed: the library knows only normed ones."""
-    return choose_tile(num_rows, weight, False) is not None
+def heads_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, norm: Tensor, eps: float, half: HalfNormed | None
+) -> tuple[Tensor, Tensor | None]:
+    """`ops.fused.heads_linear`, which see: the library cannot divide, and attention reads each row anyway."""
+    if half is None or choose_tile(x.shape[0], weight, False) is not None:
+        return fused_linear(x, weight, bias, norm=norm, eps=eps, half=half), None
+    assert bias is None, "a bias is added to what is divided already"
+    return torch.mm(half.rows, weight.t()), half.squares
+
+
+def reads_half_normed(num_rows: int, following: Following) -> bool:
+    """Whether this product takes rows half normed: the library does where somebody else divides."""
+    return following.divides or choose_tile(num_rows, following.weight, False) is not None
 
 
 def choose_tile(num_rows: int, weight: Tensor, has_norm: bool) -> Tile | None:
@@ -291,6 +302,13 @@ def deterministic_add(
 ) -> None:
     """`add_linear` by `deterministic_linear`; norms stay launches of their own."""
     deterministic_linear(x, weight, bias, residual=residual)
+
+
+def deterministic_heads(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, norm: Tensor, eps: float, half: HalfNormed | None
+) -> tuple[Tensor, None]:
+    """`heads_linear` by `deterministic_linear`."""
+    return deterministic_linear(x, weight, bias, norm=norm, eps=eps), None
 
 
 def deterministic_tile(weight: Tensor, has_norm: bool) -> Tile:
@@ -363,9 +381,16 @@ def tiled_linear(
             NUM_OUT=num_out, NUM_IN=num_in, GATED=gated,
             NUM_PARTS=num_parts, BLOCK_P=triton.next_power_of_2(num_parts),
             BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, LANES=tile.lanes, ROWS_FIRST=tile.rows_first,
-            num_warps=tile.warps, num_stages=tile.stages, **early(x),
+            LINES=_lines_ahead(tile, num_in, weight.element_size()),
+            num_warps=tile.warps, num_stages=tile.stages, **early(x, column_tiles * row_tiles),
         )  # fmt: skip
     return out
+
+
+def _lines_ahead(tile: Tile, num_in: int, element_size: int) -> int:
+    """Of a row of the weight, what the loop's first turns load: 128 bytes each, a power of two."""
+    num_bytes = min(tile.lanes * tile.depth * tile.stages, num_in) * element_size
+    return 1 << (max(num_bytes // 128, 1).bit_length() - 1)
 
 
 def _library(
@@ -392,5 +417,5 @@ def _library(
     return silu_mul(y, out) if residual is None else residual.add_(silu_mul(y))
 
 
-FUSED = Products(fused_linear, add_linear)
-DETERMINISTIC = Products(deterministic_linear, deterministic_add)
+FUSED = Products(fused_linear, add_linear, heads_linear)
+DETERMINISTIC = Products(deterministic_linear, deterministic_add, deterministic_heads)

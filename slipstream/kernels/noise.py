@@ -10,15 +10,15 @@ import triton.language as tl
 
 from slipstream.ops.noise import Purpose
 
-_GUMBEL = tl.constexpr(int(Purpose.GUMBEL))
+_GUMBEL, _DRAFT = tl.constexpr(int(Purpose.GUMBEL)), tl.constexpr(int(Purpose.DRAFT))
 
 
 @triton.jit
-def philox_words(seed, position, counter, PURPOSE: tl.constexpr):
-    """Four uint32 words of (seed, position, counter); int64, int64, integer; shapes that broadcast."""
+def philox_words(seed, position, counter, purpose):
+    """Four uint32 words of (seed, position, counter); int64, int64, integer; shapes that broadcast. purpose: a scalar."""
     low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
-    purpose = tl.zeros_like(counter).to(tl.uint32) + PURPOSE
-    return tl.philox(seed, counter.to(tl.uint32), low, purpose, high)
+    tag = tl.zeros_like(counter).to(tl.uint32) + purpose
+    return tl.philox(seed, counter.to(tl.uint32), low, tag, high)
 
 
 @triton.jit
@@ -44,6 +44,16 @@ def gumbel_run(seed, position, counter):
     seed and position broadcast with counter. One Philox call for four ids.
     """
     r0, r1, r2, r3 = philox_words(seed, position, counter, _GUMBEL)
+    return gumbel_from_bits(tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3)))
+
+
+@triton.jit
+def draft_gumbel_run(seed, anchor, offset, counter):
+    """Noise [..., 4 * C] of the drafter's columns 4 * counter .. 4 * counter + 3, of the draft named (seed, anchor, offset).
+
+    That of `ops.noise.draft_gumbel`: no other draw has it. seed and anchor broadcast with counter, offset is a scalar.
+    """
+    r0, r1, r2, r3 = philox_words(seed, anchor, counter, ((offset << 8) + _DRAFT).to(tl.uint32))
     return gumbel_from_bits(tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3)))
 
 

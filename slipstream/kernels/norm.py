@@ -8,17 +8,24 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
-from slipstream.kernels.early import early
+from slipstream.kernels.early import after_previous, early
 
 
 @triton.jit
 def _rms_norm(
-    x, weight, out, x_stride, out_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False
+    x,
+    weight,
+    out,
+    x_stride,
+    out_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr = False,
+    OVERLAPS: tl.constexpr = False,
 ):
-    if EARLY:
-        gdc_wait()
+    after_previous(EARLY, OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -36,7 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if num_rows:
         block = triton.next_power_of_2(size)
         _rms_norm[(num_rows,)](
-            x, weight, out, x.stride(0), out.stride(0), eps, SIZE=size, BLOCK=block, num_warps=_num_warps(block), **early(x)
+            x, weight, out, x.stride(0), out.stride(0), eps, SIZE=size, BLOCK=block, num_warps=_num_warps(block), **early(x, num_rows)
         )  # fmt: skip
     return out
 

@@ -3,11 +3,13 @@
 `_row_stats` leaves largest logit, mass and argmax of each (row, tile); `_judge` needs the probability of the drafts
 only; the token after them is drawn by inversion over the one row where the sequence stopped, summed by tiles first. q is
 made of the drafter's logits where it is looked at. Same draws as `verify.accept.RejectionStep` with `CounterSource`, up
-to the rounding of a softmax in fp32. Four fixed launches, after torch's own for the columns of a reduced vocabulary; no
-host reads. Called by the engine's GPU path; knows nothing of how drafts were drawn.
+to the rounding of a softmax in fp32. Four fixed launches that go by device values and shapes alone, so they can be
+captured. Called by the engine's GPU path; knows nothing of how drafts were drawn.
 
 Letters in shapes as in `kernels.accept`; D decoding sequences, d drafts of each, Vd columns of the drafter.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -25,21 +27,65 @@ _INF = tl.constexpr(float("inf"))
 _VARYING = ["num_outputs", "drafts_stride", "result_stride", "num_sums", "num_sequences", "peak_stride"]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptLaw:
+    """What drafts were drawn from, as kernels leave and read it: `DraftLaw` without what slot state knows.
+
+    Of the first sequences of a step and their first drafts; nobody reads beyond the widths, nor of greedy sequences.
+    """
+
+    logits: Tensor  # [D, d, Vd] in the drafter's dtype, Vd side by side: what was drawn from, as it was rounded
+    peak: Tensor  # [D, d] fp32, the largest of each
+    mass: Tensor  # [D, d] fp32, sum of exp((logits - peak) / temperature)
+    columns: Tensor | None  # [V] int32, where each token id stands among the columns, -1: nowhere; None: the identity
+
+    @classmethod
+    def make(
+        cls, num_slots: int, num_drafts: int, token_ids: Tensor | None, num_token_ids: int, dtype: torch.dtype,
+        device: torch.device,
+    ) -> "KeptLaw":  # fmt: skip
+        """Buffers for any step. token_ids [Vd], ascending, are what a reduced vocabulary's columns stand for."""
+        num_columns = num_token_ids if token_ids is None else len(token_ids)
+        padded = -(-num_columns // 16) * 16  # rows begin where vectors can be stored
+        logits = torch.zeros(num_slots, num_drafts, padded, dtype=dtype, device=device)
+        numbers = torch.zeros(2, num_slots, num_drafts, device=device)
+        return cls(logits[..., :num_columns], numbers[0], numbers[1], _columns(token_ids, num_token_ids))
+
+    @classmethod
+    def of(cls, law: DraftLaw, num_token_ids: int) -> "KeptLaw":
+        """Of a step's own, which is not copied."""
+        return cls(law.logits, law.peak, law.mass, _columns(law.token_ids, num_token_ids))
+
+    def hold(self, law: DraftLaw) -> None:
+        """Copy that of a step, of the same columns, to where kernels look for it."""
+        count, num_drafts = law.peak.shape
+        for kept, values in ((self.logits, law.logits), (self.peak, law.peak), (self.mass, law.mass)):
+            kept[:count, :num_drafts].copy_(values)
+
+
+def _columns(token_ids: Tensor | None, num_token_ids: int) -> Tensor | None:
+    if token_ids is None:
+        return None
+    columns = torch.full((num_token_ids,), -1, dtype=torch.int32, device=token_ids.device)
+    columns[token_ids] = torch.arange(len(token_ids), dtype=torch.int32, device=token_ids.device)
+    return columns
+
+
 def accept_rejection(
     logits: Tensor, num_token_ids: int, *, output_sequence: Tensor, output_offset: Tensor, cu_outputs: Tensor,
-    widths: Tensor, emits: Tensor, drafts: Tensor, draft_law: DraftLaw | None, slots: Tensor, num_given: Tensor,
+    widths: Tensor, emits: Tensor, drafts: Tensor, law: KeptLaw | None, slots: Tensor, num_given: Tensor,
     context: Tensor, temperature: Tensor, seed: Tensor, result: Tensor, is_filtered: bool = False,
 ) -> None:  # fmt: skip
     """Fill `result` as `accept_coupled` does, under rejection; the arguments are those of `accept_coupled`, and
 
-    draft_law, of D sequences and d drafts: what drafts were drawn from, where the sequence's temperature is above 0; None:
-    every draft was certain. Read for drafts within the widths only, so D may be smaller than B.
+    law: what drafts were drawn from, where the sequence's temperature is above 0; None: every draft was certain. Read for
+    drafts within the widths only, so it may be of fewer sequences.
     """
     device, num_sequences, num_outputs = logits.device, len(widths), logits.shape[0]
     num_drafts = result.shape[1] - NUM_VERDICT_COLUMNS - 1
     assert logits.stride(1) == 1 and drafts.shape[1] >= num_drafts, (logits.stride(), drafts.shape, result.shape)
-    law = _arguments(draft_law, num_token_ids)
-    kinds = {"IS_CERTAIN": draft_law is None, "IS_MAPPED": draft_law is not None and draft_law.token_ids is not None}
+    where_law = _arguments(law)
+    kinds = {"IS_CERTAIN": law is None, "IS_MAPPED": law is not None and law.columns is not None}
     block, sum_block = tile_size(num_outputs, num_token_ids), tile_size(num_sequences, num_token_ids)
     num_tiles, num_sums = triton.cdiv(num_token_ids, block), triton.cdiv(num_token_ids, sum_block)
     peaks = torch.empty(num_outputs, num_tiles, device=device)
@@ -54,14 +100,14 @@ def accept_rejection(
         )  # fmt: skip
     _judge[(num_sequences,)](
         peaks, masses, ids, num_tiles, num_outputs, num_token_ids, logits, logits.stride(0), cu_outputs, widths, emits,
-        drafts, drafts.stride(0), *law, num_drafts, slots, num_given, context, temperature, seed,
+        drafts, drafts.stride(0), *where_law, num_drafts, slots, num_given, context, temperature, seed,
         result, result.stride(0), stopped, best,
         IS_FILTERED=is_filtered, **kinds,
         PLACES=triton.next_power_of_2(num_drafts + 1), TILES=triton.next_power_of_2(num_tiles),
     )  # fmt: skip
     where = (
         logits, logits.stride(0), num_token_ids, num_outputs, cu_outputs, widths, emits, drafts, drafts.stride(0),
-        *law, slots, temperature, result, result.stride(0), stopped, sums, num_sums, num_sequences,
+        *where_law, slots, temperature, result, result.stride(0), stopped, sums, num_sums, num_sequences,
     )  # fmt: skip
     flags = {"IS_FILTERED": is_filtered, "BLOCK": sum_block, **kinds}
     _sum_tiles[(num_sums, num_sequences)](*where, **flags)
@@ -70,18 +116,14 @@ def accept_rejection(
     )  # fmt: skip
 
 
-def _arguments(law: DraftLaw | None, num_token_ids: int) -> tuple[Tensor | int | None, ...]:
-    """Logits with two strides, peaks and masses [D, d] with one, and the column of every token id, -1 where it has none."""
+def _arguments(law: KeptLaw | None) -> tuple[Tensor | int | None, ...]:
+    """Logits with two strides, peaks and masses with one, and the columns."""
     if law is None:
         return None, 0, 0, None, None, 0, None
     assert law.logits.stride(2) == 1, law.logits.stride()
-    assert law.peak.is_contiguous() and law.mass.is_contiguous(), (law.peak.stride(), law.mass.stride())
+    assert law.peak.stride() == law.mass.stride() and law.peak.stride(1) == 1, (law.peak.stride(), law.mass.stride())
     assert law.peak.dtype == law.mass.dtype == torch.float32, law.peak.dtype
-    columns = None
-    if law.token_ids is not None:
-        columns = torch.full((num_token_ids,), -1, dtype=torch.int32, device=law.logits.device)
-        columns[law.token_ids] = torch.arange(len(law.token_ids), dtype=torch.int32, device=law.logits.device)
-    return law.logits, law.logits.stride(0), law.logits.stride(1), law.peak, law.mass, law.peak.stride(0), columns
+    return law.logits, law.logits.stride(0), law.logits.stride(1), law.peak, law.mass, law.peak.stride(0), law.columns
 
 
 @triton.jit

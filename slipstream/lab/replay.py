@@ -132,6 +132,10 @@ class ReplayedRule:
     def captures(self) -> bool:
         return self.inner.captures
 
+    @property
+    def captures_wishes(self) -> bool:
+        return self.inner.captures_wishes
+
     def begin(self, state: SlotState, loaded: PlanOnDevice, plan: StepPlan, vocab_size: int) -> "ReplayedStep":
         return ReplayedStep(self.inner.begin(state, loaded, plan, vocab_size), self.rows, loaded)
 

@@ -7,9 +7,10 @@ Two users: `gumbel` (noise per position and token id, shared by drafter and targ
 
 Counter words, injective in what they name (see `Purpose` for the third):
 
-    word 0              word 1              word 2      word 3
-    token id // 4       position, low 32    GUMBEL      position, high 32     lane of the output = token id % 4
-    offset in block     anchor, low 32      purpose     anchor, high 32       lanes 0 and 1 make one uniform
+    word 0              word 1              word 2                  word 3
+    token id // 4       position, low 32    GUMBEL                  position, high 32     lane of the output = token id % 4
+    column // 4         anchor, low 32      DRAFT + 256 * offset    anchor, high 32       lane of the output = column % 4
+    offset in block     anchor, low 32      ACCEPT or RESIDUAL      anchor, high 32       lanes 0 and 1 make one uniform
 """
 
 from enum import IntEnum
@@ -22,6 +23,7 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
+_OFFSET_SHIFT = 8  # of the offset in word 2, beside a draft's purpose
 _TILE = 1 << 18  # counters per pass: bounds the temporaries at about 20 MB; 2 cores still share the work
 
 
@@ -71,20 +73,34 @@ def gumbel(
         words = philox(seed, position, token_ids >> 2)
         lane = (token_ids & 3).expand(words.shape[:2])
         return _gumbel_from_uint32(words.gather(2, lane[..., None])[..., 0].double()).to(dtype)
-    counters = torch.arange((vocab_size + 3) // 4, device=seed.device)
+    return _gumbel_run(seed, position, torch.full_like(seed, Purpose.GUMBEL), vocab_size, dtype)
+
+
+def draft_gumbel(
+    seed: Tensor, anchor: Tensor, offset: Tensor, num_columns: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Standard Gumbel noise of every column of the drafter for the draft that (seed, anchor, offset) names.
+
+    seed, anchor, offset [N] int64. Returns [N, num_columns], always finite.
+    """
+    return _gumbel_run(seed, anchor, Purpose.DRAFT + (offset << _OFFSET_SHIFT), num_columns, dtype)
+
+
+def _gumbel_run(seed: Tensor, position: Tensor, tag: Tensor, num_columns: int, dtype: torch.dtype) -> Tensor:
+    """[N, num_columns] of counters 0, 1, 2, ...; tag [N] is their word 2."""
+    counters = torch.arange((num_columns + 3) // 4, device=seed.device)
     out = torch.empty(seed.shape[0], 4 * counters.shape[0], dtype=dtype, device=seed.device)
     rows = max(1, _TILE // counters.shape[0])
     for first in range(0, seed.shape[0], rows):
         tile = slice(first, first + rows)
-        _gumbel_rows(out[tile], seed[tile], position[tile], counters)
-    return out[:, :vocab_size]
+        _gumbel_rows(out[tile], seed[tile], position[tile], tag[tile], counters)
+    return out[:, :num_columns]
 
 
-def _gumbel_rows(out: Tensor, seed: Tensor, position: Tensor, counters: Tensor) -> None:
-    """Fill `out` [N, 4 * C] for all ids of the given counters [C]."""
+def _gumbel_rows(out: Tensor, seed: Tensor, position: Tensor, tag: Tensor, counters: Tensor) -> None:
+    """Fill `out` [N, 4 * C] for all columns of the given counters [C]."""
     lanes = torch.empty(*out.shape[:1], counters.shape[0], 4, dtype=torch.float64, device=out.device)
-    tag = torch.full_like(counters[:1], Purpose.GUMBEL)[None, :]
-    words = (counters[None, :], position[:, None], tag, position[:, None] >> 32)
+    words = (counters[None, :], position[:, None], tag[:, None], position[:, None] >> 32)
     for lane, word in enumerate(_philox4x32(words, (seed[:, None], seed[:, None] >> 32))):
         lanes[..., lane].copy_(word)
     out.copy_(_gumbel_from_uint32(lanes.view(out.shape), out.dtype))
@@ -130,16 +146,23 @@ def _philox4x32(words: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[
 
 
 class CounterSource:
-    """The engine's `RandomSource`: one 52-bit uniform per name, from Philox keyed by the request seed."""
+    """The engine's `RandomSource`, from Philox keyed by the request seed.
+
+    A name has one 52-bit uniform, but for drafts: theirs is Gumbel noise of every column, as kernels that draw a block
+    want it, who never see a whole row. That costs twice as much here.
+    """
 
     def bernoulli(self, prob: Tensor, seed: Tensor, anchor: Tensor, offset: Tensor, purpose: Purpose) -> Tensor:
         return self._uniform(seed, anchor, offset, purpose) < prob
 
     def categorical(self, prob: Tensor, seed: Tensor, anchor: Tensor, offset: Tensor, purpose: Purpose) -> Tensor:
-        """Inversion of the cumulative sum, in float64 so that 150k small terms do not drift.
+        """Drafts by the largest log prob + noise; others by inversion of the cumulative sum, in float64 so that 150k small
+        terms do not drift.
 
         Rounding may land on a token outside the support about once in 2^52 draws; the likeliest one stands in.
         """
+        if purpose is Purpose.DRAFT:
+            return prob.log().add_(draft_gumbel(seed, anchor, offset, prob.shape[-1], prob.dtype)).argmax(-1)
         cumulative = prob.cumsum(-1, dtype=torch.float64)
         point = self._uniform(seed, anchor, offset, purpose)[:, None] * cumulative[:, -1:]
         drawn = torch.searchsorted(cumulative, point, right=True).clamp_(max=prob.shape[-1] - 1)

@@ -158,6 +158,10 @@ class Rule(Protocol):
     def captures(self) -> bool:
         """Verdicts may be recorded in a CUDA graph, and padding does not disturb them."""
 
+    @property
+    def captures_wishes(self) -> bool:
+        """Those after penalties and edits, and those under filters, as well."""
+
     def begin(self, state: SlotState, loaded: PlanOnDevice, plan: StepPlan, vocab_size: int) -> StepRule: ...
 
 
@@ -167,6 +171,7 @@ class CoupledRule:
 
     sample_drafts: bool
     captures: ClassVar[bool] = False
+    captures_wishes: ClassVar[bool] = False
 
     def begin(self, state: SlotState, loaded: PlanOnDevice, plan: StepPlan, vocab_size: int) -> "CoupledStep":
         view = view_sampling(state, loaded, plan)
@@ -231,6 +236,7 @@ class RejectionRule:
     sample_drafts: bool
     source: RandomSource = field(default_factory=CounterSource)
     captures: ClassVar[bool] = False
+    captures_wishes: ClassVar[bool] = False
 
     def begin(self, state: SlotState, loaded: PlanOnDevice, plan: StepPlan, vocab_size: int) -> "RejectionStep":
         view = view_sampling(state, loaded, plan)

@@ -1,7 +1,7 @@
 """Stage `accept` in Triton, under either rule, over padded rows. `CoupledRule` and `RejectionRule` are the references.
 
-Coupled acceptance goes by device values and shapes alone, filters, penalties and edits included, so it can be captured.
-Rejection takes what the draft was drawn from, new tensors in every step, and is launched as it is; its filters are torch's.
+Both go by device values and shapes alone, so they can be captured: coupled acceptance with filters, penalties and edits,
+rejection without them, which finds what drafts were drawn from in buffers of the engine; its filters are torch's.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,13 @@ from slipstream.device.state import PlanOnDevice, SlotState
 from slipstream.device.triton import StepBuffers, TiledBatch
 from slipstream.kernels.accept import accept_coupled, deterministic_tile_size
 from slipstream.kernels.filters import cut_rows
-from slipstream.kernels.reject import accept_rejection
+from slipstream.kernels.reject import KeptLaw, accept_rejection
 from slipstream.kernels.shape_logits import Shaper, shape_logits
 from slipstream.ops.noise import CounterSource, gumbel
-from slipstream.ops.reject import DraftLaw
+from slipstream.ops.reject import DraftLaw, draft_sample
 from slipstream.ops.sample import coupled_targets
 from slipstream.plan import StepPlan
-from slipstream.verify.accept import RejectionStep, Verdict, filtered, view_sampling
+from slipstream.verify.accept import Asked, Verdict, filtered
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +36,7 @@ class FusedCoupledRule:
     shaper: Shaper
     deterministic: bool = False
     captures: ClassVar[bool] = True
+    captures_wishes: ClassVar[bool] = True
 
     def begin(self, state: SlotState, loaded: PlanOnDevice, plan: StepPlan, vocab_size: int) -> "FusedCoupledStep":
         return FusedCoupledStep(
@@ -88,36 +89,68 @@ class FusedCoupledStep:
         return _judge(accept, batch, logits, self.vocab_size, self.state, self.buffers, shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class FusedRejectionRule:
-    """`RejectionRule` with acceptance by kernels: the target's distribution is never laid out."""
+    """`RejectionRule` by kernels, over padded rows: neither p nor q is laid out.
+
+    law: where the drafter leaves what its drafts were drawn from. None: drafts are certain, or (`draws`) of a drafter
+    of the caller's own, which brings new tensors in every step, and then nothing is recorded.
+    """
 
     sample_drafts: bool
     buffers: StepBuffers
     shaper: Shaper
-    captures: ClassVar[bool] = False
+    law: KeptLaw | None
+    draws: bool = False
+    captures_wishes: ClassVar[bool] = False
+
+    @property
+    def captures(self) -> bool:
+        return self.law is not None or not self.draws
 
     def begin(self, state: SlotState, loaded: PlanOnDevice, plan: StepPlan, vocab_size: int) -> "FusedRejectionStep":
-        view = view_sampling(state, loaded, plan)
-        return FusedRejectionStep(view, vocab_size, self.sample_drafts, CounterSource(), self.buffers, self.shaper)
+        return FusedRejectionStep(
+            state, loaded, vocab_size, self.sample_drafts, self.buffers, self.shaper, Asked.of(plan), self.law
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FusedRejectionStep(RejectionStep):
+class FusedRejectionStep:
+    state: SlotState
+    loaded: PlanOnDevice
+    vocab_size: int
+    sample_drafts: bool
     buffers: StepBuffers
     shaper: Shaper
+    asked: Asked
+    law: KeptLaw | None
+    shares_noise: ClassVar[bool] = False
+
+    def reading_temperature(self, count: int) -> Tensor:
+        temperature = self.state.temperature[self.loaded.slots[:count]]
+        return torch.where(temperature > 0, temperature, 1.0)
+
+    def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, DraftLaw | None]:
+        """For drafters that draw one token at a time; block drafters have `kernels.draft.draft_chain`."""
+        state, slots = self.state, self.loaded.slots[: len(logits)]
+        return draft_sample(
+            logits, state.temperature[slots], state.seed[slots], state.context[slots], offset, CounterSource(),
+            sample=self.sample_drafts, token_ids=token_ids,
+        )  # fmt: skip
 
     def judge(
         self, batch: Batch, logits: Tensor, drafts: Tensor | None, draft_law: DraftLaw | None, shape: VerifyShape
     ) -> Verdict:
         assert isinstance(batch, TiledBatch)
-        view, changes = self.view, shape.filtered or shape.shaped
+        changes = shape.filtered or shape.shaped
         if changes:
-            logits = _shaped(self.shaper, batch, logits, view.state, self.buffers, self.vocab_size, shape)
-            logits = filtered(logits, view.state, view.asked, batch.output_slots)
-        law = draft_law if self.sample_drafts else None  # what was taken is certain
-        accept = partial(accept_rejection, draft_law=law, is_filtered=changes)
-        return _judge(accept, batch, logits, self.vocab_size, view.state, self.buffers, shape)
+            logits = _shaped(self.shaper, batch, logits, self.state, self.buffers, self.vocab_size, shape)
+            logits = filtered(logits, self.state, self.asked, batch.output_slots)
+        law = self.law
+        if draft_law is not None and self.sample_drafts:  # what was taken is certain
+            law = KeptLaw.of(draft_law, self.vocab_size)
+        accept = partial(accept_rejection, law=law, is_filtered=changes)
+        return _judge(accept, batch, logits, self.vocab_size, self.state, self.buffers, shape)
 
 
 def _judge(

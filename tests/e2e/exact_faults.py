@@ -146,10 +146,10 @@ class OnePurpose(CounterSource):
     """Draft, acceptance and replacement of a place take the same number."""
 
     def bernoulli(self, prob: Tensor, seed: Tensor, anchor: Tensor, offset: Tensor, purpose: Purpose) -> Tensor:
-        return super().bernoulli(prob, seed, anchor, offset, Purpose.DRAFT)
+        return super().bernoulli(prob, seed, anchor, offset, Purpose.ACCEPT)
 
     def categorical(self, prob: Tensor, seed: Tensor, anchor: Tensor, offset: Tensor, purpose: Purpose) -> Tensor:
-        return super().categorical(prob, seed, anchor, offset, Purpose.DRAFT)
+        return super().categorical(prob, seed, anchor, offset, Purpose.ACCEPT)
 
 
 class KeyedByPosition(CounterSource):

@@ -64,10 +64,14 @@ def no_synchronisation() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("algorithm", ["dspark", "ngram"])
+@pytest.mark.parametrize(
+    ("algorithm", "acceptance"), [("dspark", "coupled"), ("ngram", "coupled"), ("dspark", "rejection")]
+)
 @pytest.mark.parametrize("mode", ["static", "lag", "lag-budget"])
 @pytest.mark.parametrize("wish", ["plain", "logprobs", "shaped", "all"])
-def test_launches_do_not_synchronise(mode: str, algorithm: str, wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_do_not_synchronise(
+    mode: str, algorithm: str, acceptance: str, wish: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("launch_draft", "launch_verify"):
         launch = getattr(Engine, name)
 
@@ -81,7 +85,7 @@ def test_launches_do_not_synchronise(mode: str, algorithm: str, wish: str, monke
         "all": {**SHAPING, "logprobs": 3, "prompt_logprobs": 1},
     }  # fmt: skip
     params = [replace(p, **wishes[wish]) for p in params_for(1.0)]
-    totals = run(**serving(algorithm), mode=mode, prompts=PROMPTS, params=params).totals
+    totals = run(**serving(algorithm), mode=mode, prompts=PROMPTS, params=params, acceptance=acceptance).totals
     assert totals.verified > 0 and (totals.accepted > 0 or algorithm == "ngram")  # penalties leave few repetitions
 
 
@@ -157,6 +161,37 @@ def test_replayed_penalties_and_reports_equal_those_of_plain_torch(mode: str, te
     assert reported and all(reported)
 
 
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("mode", ["static", "adaptive", "lag", "lag-budget"])
+def test_rejection_replayed_equals_the_stages_it_records(mode: str, head: str) -> None:
+    """Draft and acceptance are replays whenever nobody filters; in static, where widths are certain, the CPU says the same."""
+    rules = {"acceptance": "rejection", "head": head}
+    captured, eager = engine_of(mode, **rules), engine_of(mode, **rules)
+    assert captured.engine.rule.captures
+    eager.engine.backend.graphs = None
+    found, find = [], captured.engine.backend.graphs.find
+
+    def spy(key: Any) -> Any:
+        found.append((*key, find(key) is not None))
+        return find(key)
+
+    captured.engine.backend.graphs.find = spy
+    params = [replace(p, top_p=1.0) for p in params_for(1.0)]
+    ours, theirs = (llm.generate(PROMPTS, params) for llm in (captured, eager))
+    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
+    if mode == "static":
+        expected = engine_of(mode, device="cpu", **rules).generate(PROMPTS, params)
+        assert [c.token_ids for c in ours] == [c.token_ids for c in expected]
+    judged = [replayed for stage, shape, replayed in found if stage == "accept" and shape.decode_only]
+    drafted = [replayed for stage, _, replayed in found if stage == "draft"]
+    assert judged and drafted and all(judged) and all(drafted)
+    assert captured.engine.totals.verified > captured.engine.totals.accepted > 0
+    # Who filters, or asks for penalties, is judged beside the graphs, over the same law.
+    changed = [replace(p, **(SHAPING if i % 2 else {}), top_p=0.9 if i % 3 else 1.0) for i, p in enumerate(params)]
+    ours, theirs = (llm.generate(PROMPTS, changed) for llm in (captured, eager))
+    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
+
+
 def test_fault_23_penalties_need_no_copy_of_the_logits() -> None:
     """2,048 rows over 152k tokens: what acceptance makes meanwhile is a few MiB; counts were made with the engine."""
     from slipstream.kernels.accept import accept_coupled
@@ -215,12 +250,14 @@ def test_fault_23_reports_need_no_room_to_speak_of() -> None:
     assert torch.cuda.max_memory_allocated() - before < 64 << 20
 
 
-def engine_of(mode: str, **options: Any) -> LLM:
+def engine_of(
+    mode: str, *, acceptance: str = "coupled", head: str = "vanilla", device: str = "cuda", **options: Any
+) -> LLM:
     """A tiny pair on the GPU with a cost model that makes widths vary."""
-    models = on("cuda", tiny_models("dspark", spec=SPEC))
-    speculative = SpeculativeConfig() if mode == "off" else SpeculativeConfig.for_mode(mode, draft_model="tiny")
-    policy = None
+    models = on(device, tiny_models("dspark", spec=SPEC, markov_head_type=head))
+    speculative, policy = SpeculativeConfig(), None
     if mode != "off":
+        speculative = SpeculativeConfig.for_mode(mode, draft_model="tiny", acceptance=acceptance)
         policy, _ = make_policy(speculative, num_drafts=7, has_head=True, cost=scripted_cost())
     sizes = {"max_model_len": 128, "page_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 6}
     return LLM(models, speculative=speculative, policy=policy, **{**sizes, **options})
@@ -282,11 +319,13 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_padding_touches_nothing_that_lives() -> None:
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_padding_touches_nothing_that_lives(acceptance: str) -> None:
     """Three requests padded to four, then a step of nobody: every owned page and slot row keeps its bytes."""
-    llm = engine_of("static", max_num_seqs=4)
+    llm = engine_of("static", acceptance=acceptance, max_num_seqs=4)
     engine = llm.engine
-    streams = [llm.stream(prompt, SamplingParams(max_tokens=40, ignore_eos=True)) for prompt in PROMPTS[5:8]]
+    asked = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
+    streams = [llm.stream(prompt, asked) for prompt in PROMPTS[5:8]]
     for stream in streams:
         next(stream)
     engine.drain()
@@ -296,10 +335,13 @@ def test_padding_touches_nothing_that_lives() -> None:
     none = np.zeros(0, np.int32)
     engine.backend.place(Decision(widths_np=none, budget=None, caps_np=none))
     shapes = [s for s in engine.backend.buckets.verify_shapes() if engine.backend.graphs.find(("verify", s))]
+    kinds = [("verify", False), ("accept", False), *([("accept", True)] if acceptance == "coupled" else [])]
     with torch.inference_mode():
+        for draft_shape in engine.backend.buckets.draft_shapes((engine.scheduler.limits.max_drafts,)):
+            engine.backend.graphs.find(("draft", draft_shape)).replay()
         for shape in shapes:  # the largest, too
-            for key in (("verify", shape), ("accept", shape), ("accept", replace(shape, shaped=True))):
-                engine.backend.graphs.find(key).replay()
+            for stage, shaped in kinds:
+                engine.backend.graphs.find((stage, replace(shape, shaped=shaped))).replay()
         for size in engine.backend.buckets.report_sizes():
             engine.backend.graphs.find(("report", size)).replay()
     torch.cuda.synchronize()

@@ -19,11 +19,12 @@ def test_every_call_can_be_made(device: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sampling, "L2_BYTES", 0)
     monkeypatch.setattr(sampling, "microseconds", called)
     rows = sampling.measure((sampling.Shape("toy", vocab=40, draft_vocab=20, rank=4, hidden=16),), (2,))
-    assert [row.num_sequences for row in rows] == [2] * 15
+    assert [row.num_sequences for row in rows] == [2] * 17
     assert {row.kernel for row in rows} >= {
         "reject w=7 T=1",
         "confidence",
         "draft markov T=1",
+        "draft markov reject T=1",
         "accept w=0 T=0",
         "cut w=7 both",
     }

@@ -22,11 +22,11 @@ import torch
 # Part -> kernel -> variants that it may have over the calls below. Start-up compiles all that a run needs: few is a
 # promise.
 VARIANTS = {
-    "batch": {"_admit": 1, "_write_pages": 1, "_layout": 1, "_fill": 1, "_draft_inputs": 1, "_rank": 2},
-    "networks": {"_attention_kernel": 2, "_own_rows_kernel": 13, "_rope_kernel": 2, "_context_kernel": 1},
+    "batch": {"_admit": 1, "_write_pages": 1, "_layout": 2, "_fill": 2, "_draft_inputs": 2, "_rank": 2},
+    "networks": {"_attention_kernel": 2, "_own_rows_kernel": 16, "_rope_kernel": 2, "_context_kernel": 2},
     "products": {"_product": 36, "_rms_norm": 2},
     "acceptance": {
-        "_row_best": 2, "_verdict": 2, "_apply": 1, "_draw": 2, "_finish": 1, "_confidence": 1,
+        "_row_best": 2, "_verdict": 2, "_apply": 1, "_draw": 6, "_finish": 6, "_confidence": 2,
         "_row_stats": 1, "_judge": 3, "_sum_tiles": 3, "_draw_following": 3,  # drafts: certain, of all ids, of some
     },
     "filters": {  # of bf16 and fp32; over two vocabularies
@@ -155,6 +155,8 @@ def networks() -> None:
             paged_attention(qkv.view(len(qkv), -1, head_dim)[:, :num_heads], *pages, tiles, table, *how)
         elif kind == "decode":
             decode_attention(qkv, *pages, tiles, table, *turn, at, *how)
+            if head_dim == 128 and block_q <= 8:
+                decode_attention(qkv, *pages, tiles, table, *turn, at, *how, lengths=(torch.zeros(len(qkv), 128), 4096))
         else:
             block_attention(qkv, *pages, tiles, table, *turn, *how)
 
@@ -178,6 +180,7 @@ def networks() -> None:
 def products() -> None:
     """Every tile of the tuned table, in the first product that has it; into the stream also half normed for the next."""
     from slipstream.kernels.linear import TUNED, Tile, add_linear, fused_linear
+    from slipstream.ops.fused import Following
 
     seen: set[Tile] = set()
     behind = {576: (3072, 576), 4096: (24576, 4096)}  # gate and up
@@ -193,15 +196,14 @@ def products() -> None:
                 continue
             stream, norm, then = bf16(num_rows, num_out), bf16(num_out), bf16(*behind[num_out])
             add_linear(x, weight, None, stream)
-            if (half := add_linear(x, weight, None, stream, (norm, then))) is not None:
+            if (half := add_linear(x, weight, None, stream, Following(norm, then))) is not None:
                 fused_linear(stream, then, norm=norm, eps=1e-6, gated=True, half=half)
 
 
 def acceptance() -> None:
     """Coupled acceptance, a DSpark draft and rejection over SmolLM2's vocabulary."""
     from slipstream.kernels import accept, draft
-    from slipstream.kernels.reject import accept_rejection
-    from slipstream.ops.reject import DraftLaw
+    from slipstream.kernels.reject import KeptLaw, accept_rejection
 
     vocabulary, num_drafts, rank = 49152, 7, 64
     context, floats, token_ids = torch.zeros(34, dtype=torch.int64), torch.zeros(34), torch.zeros(34, 301).int()
@@ -218,17 +220,23 @@ def acceptance() -> None:
         accept.apply(result, slots=longs, num_given=longs, emits=flags, context=context, token_ids=token_ids)
         w1, w2, base = bf16(vocabulary, rank), bf16(vocabulary, rank), bf16(n, num_drafts, vocabulary)
         prob = torch.zeros(n, num_drafts)
+        kept = KeptLaw.make(33, num_drafts, None, vocabulary - 3, base.dtype, base.device)
+        for law in (None, kept):
+            draft.draft_chain(
+                base, w1, w2, longs, None, vocabulary - 3, slots=longs, **slot_state, sample=True, signal="head", law=law,
+                drafts=drafts, prob=prob, previous=drafts, workspace=draft.draft_workspace(n, num_drafts, "cpu"),
+            )  # fmt: skip
+        draft.confidence(bf16(n, num_drafts, 576), drafts, w1, bf16(576 + rank), bf16(1), prob)
+    reduced = torch.arange(300)
+    w2, base = bf16(300, rank), bf16(n, num_drafts, 300)
+    some = KeptLaw.make(33, num_drafts, reduced, vocabulary - 3, base.dtype, base.device)
+    for table, signal in (((w1, w2), "head"), ((None, None), "peak")):
         draft.draft_chain(
-            base, w1, w2, longs, None, vocabulary - 3, slots=longs, **slot_state, sample=True, signal="head",
+            base, *table, longs, reduced, 300, slots=longs, **slot_state, sample=True, signal=signal, law=some,
             drafts=drafts, prob=prob, previous=drafts, workspace=draft.draft_workspace(n, num_drafts, "cpu"),
         )  # fmt: skip
-        draft.confidence(bf16(n, num_drafts, 576), drafts, w1, bf16(576 + rank), bf16(1), prob)
-    accept_rejection(logits, vocabulary - 3, **step, **slot_state, draft_law=None)
-    for known in (vocabulary - 3, 300):  # all ids, a reduced vocabulary
-        numbers, ids = torch.zeros(n, num_drafts), None if known > 300 else torch.arange(300)
-        drafted = bf16(n, num_drafts, vocabulary)[..., :known]
-        law = DraftLaw(drafted, numbers, numbers, torch.zeros(n), torch.ones(n, dtype=torch.bool), ids)
-        accept_rejection(logits, vocabulary - 3, **step, **slot_state, draft_law=law)
+    for law in (None, kept, some):
+        accept_rejection(logits, vocabulary - 3, **step, **slot_state, law=law)
 
 
 def shaping() -> None:

@@ -3,6 +3,7 @@
 On a CPU the kernels are interpreted and stages run as they are; on a GPU they are replayed.
 """
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -13,10 +14,12 @@ from slipstream.config import MODES, EngineConfig, SamplingParams, SpeculativeCo
 from slipstream.decide.policy import make_policy
 from slipstream.draft.ngram import NGramDraft
 from slipstream.llm import LLM
+from slipstream.load import Models
+from slipstream.metrics import SpecCounters
 from slipstream.rehearse import run_largest_steps
 from slipstream.sizes import FEWEST_PAGES
 from slipstream.structured import StructuredOutput
-from slipstream.testing import tiny_models, tiny_spec
+from slipstream.testing import TableDrafter, tiny_models, tiny_spec
 from tests.e2e.grammars import grammars
 from tests.lossless.harness import judge, on, run, scripted_cost
 from tests.lossless.logprobs import check_answer, check_prompt
@@ -100,16 +103,6 @@ def test_penalties_and_edits_before_filters(device: str, mode: str) -> None:
     )
 
 
-@SLOW
-def test_rejection_under_penalties_and_edits(device: str) -> None:
-    params, options = params_for(1.0, **WISH), {"concurrency": 3, "num_drafts": 3, "acceptance": "rejection"}  # type: ignore[arg-type]
-    reference = run(tiny_models("dspark", spec=SPEC), "static", PROMPTS, params, **options)  # type: ignore[arg-type]
-    models = on(device, tiny_models("dspark", spec=SPEC))
-    ours = run(models, "static", PROMPTS, params, backend="triton", **options)  # type: ignore[arg-type]
-    assert ours.answers == reference.answers
-    assert ours.totals.accepted > 0
-
-
 STRUCTURED = StructuredOutput(grammar="root ::= [a-z]*")  # what the automaton of `grammars` stands for
 
 
@@ -134,14 +127,52 @@ def test_grammars_strike_rows_beside_the_graphs(device: str, mode: str, acceptan
         assert ours.answers == run(tiny_models(spec=SPEC), "off", PROMPTS, params, grammars=grammars(20)).answers
 
 
-@SLOW
-def test_rejection_judges_by_torch_beside_the_same_forward(device: str) -> None:
-    params, options = params_for(1.0), {"concurrency": 3, "num_drafts": 3, "acceptance": "rejection"}
-    reference = run(tiny_models("dspark", spec=SPEC), "static", PROMPTS, params, **options)  # type: ignore[arg-type]
-    models = on(device, tiny_models("dspark", spec=SPEC))
-    ours = run(models, "static", PROMPTS, params, backend="triton", **options)  # type: ignore[arg-type]
+def rejecting(device: str, mode: str, models: Models, params: list[SamplingParams], **more: object) -> SpecCounters:
+    """Kernels emit what plain torch does, draw by draw."""
+    options = {"concurrency": 3, "num_drafts": 3, "acceptance": "rejection", **more}
+    reference = run(models, mode, PROMPTS, params, **options)  # type: ignore[arg-type]
+    ours = run(on(device, copy.deepcopy(models)), mode, PROMPTS, params, backend="triton", **options)  # type: ignore[arg-type]
     assert ours.answers == reference.answers
-    assert ours.totals.accepted > 0
+    assert 0 < ours.totals.accepted < ours.totals.verified
+    return ours.totals
+
+
+REDUCED = torch.arange(1, SPEC.vocab_size, 2)
+
+
+@SLOW
+@pytest.mark.parametrize("mode", ["static", "lag-budget"])
+def test_rejection_draws_and_judges_by_kernels(device: str, mode: str) -> None:
+    rejecting(device, mode, tiny_models("dspark", spec=SPEC), params_for(1.0))
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("drafter", "draft_sampling"),
+    [("dflash", "sample"), ("gated", "sample"), ("rnn", "sample"), ("reduced", "sample"), ("dflash", "greedy")],
+)
+def test_rejection_of_other_networks(device: str, drafter: str, draft_sampling: str) -> None:
+    """Heads that are more than a table draw by torch, and leave what they drew from in the same place."""
+    fields: dict[str, object] = {"reduced": {"draft_vocab_size": len(REDUCED)}, "dflash": {}}.get(
+        drafter, {"markov_head_type": drafter}
+    )
+    models = tiny_models("dflash" if drafter == "dflash" else "dspark", spec=SPEC, **fields)
+    if drafter == "reduced":
+        assert models.network is not None
+        models.network.set_draft_vocabulary(REDUCED)
+        models.network.share(models.target)
+    rejecting(device, "static", models, params_for(1.0), draft_sampling=draft_sampling)
+
+
+@SLOW
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its table is on the CPU")
+def test_rejection_of_a_drafter_that_brings_its_law(device: str) -> None:
+    rejecting(device, "static", tiny_models(spec=SPEC), params_for(1.0), drafter=TableDrafter([*range(1, 20), 3], 3))
+
+
+@SLOW
+def test_rejection_under_penalties_and_edits(device: str) -> None:
+    rejecting(device, "static", tiny_models("dspark", spec=SPEC), params_for(1.0, **WISH))  # type: ignore[arg-type]
 
 
 def entries_are_those_of_a_dense_forward(device: str, mode: str, acceptance: str, asked: list[SamplingParams]) -> None:

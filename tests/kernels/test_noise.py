@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.noise import gumbel_at, gumbel_from_bits, gumbel_run, philox_words, uniform
-from slipstream.ops.noise import CounterSource, Purpose, gumbel, philox
+from slipstream.kernels.noise import draft_gumbel_run, gumbel_at, gumbel_from_bits, gumbel_run, philox_words, uniform
+from slipstream.ops.noise import CounterSource, Purpose, draft_gumbel, gumbel, philox
 
 SEEDS = (0, 1, -1, 2**63 - 1, -(2**63), 0x1234_5678_9ABC_DEF0)
 POSITIONS = (0, 1, 4095, 2**31, 2**33 + 5, 2**40)
@@ -32,6 +32,15 @@ def _run(out, seeds, positions, rows, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     position = tl.load(positions + row, mask=row < rows, other=0)
     noise = gumbel_run(seed[:, None], position[:, None], tl.arange(0, BLOCK // 4)[None, :])
     tl.store(out + row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], noise, mask=row[:, None] < rows)
+
+
+@triton.jit
+def _draft_run(out, seeds, anchors, first_offset, BLOCK: tl.constexpr):
+    row, offset = tl.program_id(0), tl.program_id(1)
+    noise = draft_gumbel_run(
+        tl.load(seeds + row), tl.load(anchors + row), first_offset + offset, tl.arange(0, BLOCK // 4)
+    )
+    tl.store(out + (row * tl.num_programs(1) + offset) * BLOCK + tl.arange(0, BLOCK), noise)
 
 
 @triton.jit
@@ -76,6 +85,16 @@ def test_a_run_of_ids_is_the_reference_row(keys: tuple[Tensor, Tensor]) -> None:
     torch.testing.assert_close(out, gumbel(seeds, positions, 128), rtol=5e-7, atol=5e-7)
 
 
+@pytest.mark.parametrize("first_offset", [0, 255])
+def test_noise_of_drafts_is_the_reference_row(keys: tuple[Tensor, Tensor], first_offset: int) -> None:
+    seeds, anchors = keys
+    out = torch.empty(len(seeds), 3, 64, device=seeds.device)
+    _draft_run[(len(seeds), 3)](out, seeds, anchors, first_offset, BLOCK=64)
+    for j in range(3):
+        expected = draft_gumbel(seeds, anchors, torch.full_like(anchors, first_offset + j), 62)
+        torch.testing.assert_close(out[:, j, :62], expected, rtol=5e-7, atol=5e-7)
+
+
 def test_scattered_ids_are_columns_of_the_reference_row(keys: tuple[Tensor, Tensor]) -> None:
     seeds, positions = keys
     token_ids = torch.tensor(random.Random(0).sample(range(151_936), 64), device=seeds.device)
@@ -106,7 +125,7 @@ def test_fp32_noise_is_as_accurate_as_float64_rounded_to_fp32(device: str) -> No
     assert out.isfinite().all() and out.min() > -3.15 and out.max() < 22.9
 
 
-@pytest.mark.parametrize("purpose", [Purpose.DRAFT, Purpose.ACCEPT, Purpose.RESIDUAL])
+@pytest.mark.parametrize("purpose", [Purpose.ACCEPT, Purpose.RESIDUAL])
 def test_uniforms_are_bit_equal(keys: tuple[Tensor, Tensor], purpose: Purpose) -> None:
     seeds, anchors = keys
     out = torch.empty(len(seeds), 16, dtype=torch.float64, device=seeds.device)

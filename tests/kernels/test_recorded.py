@@ -9,6 +9,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,11 +69,14 @@ class Replay:
         return self.owner.stages[self.key]()
 
 
-def engine_of(mode: str, device: str, backend: str, **options: object) -> LLM:
+def engine_of(
+    mode: str, device: str, backend: str, *, acceptance: str = "coupled", head: str = "vanilla", **options: Any
+) -> LLM:
     """Steps with prompts are beyond the largest shape that is captured, unless options say otherwise."""
-    models, speculative, policy = tiny_models("dspark", spec=SPEC), SpeculativeConfig(), None
+    models, speculative, policy = tiny_models("dspark", spec=SPEC, markov_head_type=head), SpeculativeConfig(), None
     if mode != "off":
-        speculative = SpeculativeConfig.for_mode(mode, draft_model="tiny", num_speculative_tokens=2)
+        fields = {"draft_model": "tiny", "num_speculative_tokens": 2, "acceptance": acceptance}
+        speculative = SpeculativeConfig.for_mode(mode, **fields)
     if mode in PRUNING:
         policy, _ = make_policy(speculative, num_drafts=2, has_head=True, cost=scripted_cost())
     models = on(device, models) if backend == "triton" else models
@@ -80,7 +84,7 @@ def engine_of(mode: str, device: str, backend: str, **options: object) -> LLM:
     return LLM(models, speculative=speculative, policy=policy, backend=backend, **sizes)
 
 
-def recorded(mode: str, device: str, **options: object) -> tuple[LLM, Recorder]:
+def recorded(mode: str, device: str, **options: Any) -> tuple[LLM, Recorder]:
     llm, recorder = engine_of(mode, device, "triton", **options), Recorder()
     llm.engine.backend.graphs = recorder  # type: ignore[attr-defined]
     num_drafts = llm.engine.scheduler.limits.max_drafts
@@ -188,7 +192,8 @@ def test_filters_behind_penalties_are_not_judged_by_a_replay(device: str, monkey
 def test_what_acceptance_is_recorded_for() -> None:
     """Never for logits that a grammar changed, nor for both kinds of wishes at once: these are tensors of the step's own."""
     buckets = Buckets(max_num_seqs=2, max_drafts=2, max_rows=64, prunes=True)
-    recorded = {each for shape in buckets.verify_shapes() for each in accept_shapes(shape)}
+    rule: Any = SimpleNamespace(captures=True, captures_wishes=True)
+    recorded = {each for shape in buckets.verify_shapes() for each in accept_shapes(rule, shape)}
     for filtered, shaped, struck in itertools.product((False, True), repeat=3):
         shape = buckets.verify(2, 6, 6, decode_only=True, filtered=filtered, shaped=shaped, struck=struck)
         assert (shape in recorded) == (not struck and not (filtered and shaped))
@@ -210,3 +215,31 @@ def test_logits_that_are_not_the_targets_own_are_reported_as_they_are(device: st
     params = params_for(3, **PENALTIES)
     same(llm.generate(PROMPTS, params), engine_of("off", "cpu", "torch").generate(PROMPTS, params))
     assert recorder.count("report") == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "head"),
+    [
+        ("static", "vanilla"),
+        *(pytest.param(mode, "vanilla", marks=SLOW) for mode in PRUNING),
+        pytest.param("lag", "gated", marks=SLOW),
+    ],
+)
+def test_rejection_is_replayed(device: str, mode: str, head: str) -> None:
+    """Drafts and what they were drawn from, and acceptance; penalties come in a launch of their own, over the same law."""
+    how: dict[str, Any] = {"acceptance": "rejection", "head": head}
+    is_short = mode == "static"
+    how |= {"max_num_seqs": 1} if is_short else {}
+    llm, recorder = recorded(mode, device, **how)
+    plain = engine_of(mode, "cpu", "torch", **how)
+    prompts = PROMPTS[:1] if is_short else PROMPTS
+    params = [replace(p, max_tokens=10, ignore_eos=True) for p in params_for(None)[: len(prompts)]]
+    same(llm.generate(prompts, params), plain.generate(prompts, params))
+    assert recorder.count("draft") > 0
+    assert recorder.count("accept") == recorder.count("verify") > 0
+    assert 0 < llm.engine.totals.accepted < llm.engine.totals.verified
+    if mode == "lag":
+        replayed, params = recorder.count("accept"), params_for(2, **PENALTIES, **EDITS)
+        same(llm.generate(prompts, params), plain.generate(prompts, params))
+        assert recorder.count("accept", shaped=True) == 0
+        assert recorder.count("verify") > recorder.count("accept") >= replayed

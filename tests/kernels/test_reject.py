@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.reject import accept_rejection
+from slipstream.kernels.reject import KeptLaw, accept_rejection
 from slipstream.ops.noise import CounterSource
 from slipstream.ops.reject import DraftLaw, reject
 from slipstream.ops.sample import invalid_rows, probabilities
@@ -71,10 +71,14 @@ def _expected(case: Case, law: DraftLaw | None) -> tuple[list[int], list[list[in
 
 
 def _run(case: Case, law: DraftLaw | None, **options: object) -> Tensor:
+    return _judged(case, None if law is None else KeptLaw.of(law, case.num_token_ids), **options)
+
+
+def _judged(case: Case, law: KeptLaw | None, **options: object) -> Tensor:
     result = torch.full((len(case.drafts), MAX_DRAFTS + 4), -7, dtype=torch.int32, device=case.logits.device)
     logits = options.pop("logits", case.logits)
     accept_rejection(
-        logits, case.num_token_ids, **case.tensors, drafts=case.drafts, draft_law=law, result=result, **options,  # type: ignore[arg-type]
+        logits, case.num_token_ids, **case.tensors, drafts=case.drafts, law=law, result=result, **options,  # type: ignore[arg-type]
     )  # fmt: skip
     return result
 
@@ -149,6 +153,45 @@ def test_filtered_logits_are_not_divided_again(device: str) -> None:
     case.top_p[slots] = torch.tensor([1.0, 0.9, 1.0, 0.5, 0.6, 1.0, 1.0], device=device)
     law = _law(case, likeness=0.9)
     _check(case, law, _run(case, law, logits=case.filtered(), is_filtered=True))
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_a_law_in_buffers_of_any_step(device: str, dtype: torch.dtype, is_mapped: bool) -> None:
+    """Made once, larger than the step; what lies behind it is of others, and of greedy sequences nothing is read."""
+    case = make_case(device, dtype=dtype, widths=(7, 0, 3, 5, 2, 1, 0))
+    token_ids = torch.arange(1, case.num_token_ids, 2) if is_mapped else None
+    law = _law(case, likeness=0.9, token_ids=token_ids)
+    sizes = (len(case.drafts) + 3, MAX_DRAFTS + 2, law.token_ids, case.num_token_ids, dtype, case.logits.device)
+    kept = KeptLaw.make(*sizes)
+    for values in (kept.logits, kept.peak, kept.mass):
+        values.fill_(torch.nan)
+    kept.hold(law)
+    for values in (kept.logits, kept.peak, kept.mass):
+        values[: len(law.is_drawn)][~law.is_drawn] = torch.nan
+    assert sum(_check(case, law, _judged(case, kept))) > 0
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_equals_the_eager_call() -> None:
+    """Recorded over a law of one step, replayed over that of another."""
+    case = make_case("cuda", dtype=torch.bfloat16, heat=SAMPLED)
+    sizes = (len(case.drafts), MAX_DRAFTS, None, case.num_token_ids, torch.bfloat16, case.logits.device)
+    kept, result = KeptLaw.make(*sizes), torch.zeros(len(case.drafts), MAX_DRAFTS + 4, dtype=torch.int32, device="cuda")
+
+    def judge() -> None:
+        accept_rejection(case.logits, case.num_token_ids, **case.tensors, drafts=case.drafts, law=kept, result=result)  # type: ignore[arg-type]
+
+    kept.hold(_law(case, likeness=0.2))
+    judge()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        judge()
+    law = _law(case, likeness=0.9)
+    kept.hold(law)
+    for _ in range(2):
+        result.fill_(-7)
+        graph.replay()
+        assert sum(_check(case, law, result)) > 0
 
 
 @pytest.mark.parametrize("fault", [torch.nan, torch.inf, -torch.inf])

@@ -68,13 +68,14 @@ def scripted_cost(row_ms: float = 0.5, fixed_ms: float = 4.0) -> CostModel:
 def run(
     models: Models, mode: str, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *,
     num_drafts: int = 7, concurrency: int = 8, drafter: Drafter | None = None, acceptance: str = "coupled",
-    overlap: bool = True, cost: CostModel | None = None, grammars: Grammars | None = None, **engine: object,
+    overlap: bool = True, cost: CostModel | None = None, grammars: Grammars | None = None,
+    draft_sampling: str = "auto", **engine: object,
 ) -> Run:  # fmt: skip
     """All requests through one engine, at most `concurrency` at a time."""
     speculative, policy = SpeculativeConfig(), None
     if mode != "off":
         fields = {"draft_model": "scripted", "num_speculative_tokens": num_drafts, "acceptance": acceptance}
-        speculative = SpeculativeConfig.for_mode(mode, **fields)
+        speculative = SpeculativeConfig.for_mode(mode, **fields, draft_sampling=draft_sampling)
         head = drafter.has_confidence_head if drafter else models.network.confidence_head is not None
         policy, _ = make_policy(speculative, num_drafts=num_drafts, has_head=head, cost=cost or scripted_cost())
         if num_drafts == 1:

@@ -76,7 +76,8 @@ class Setting:
             "overlap": overlap,
         }
         made = make_llm if self.tiny else self._real
-        small = made(mode, acceptance=rule, models=self.models, max_num_batched_tokens=48, **sizes)
+        # Which says what a page takes; without graphs, which take longer to record than some shares take to serve.
+        small = made(mode, acceptance=rule, models=self.models, max_num_batched_tokens=48, backend="torch", **sizes)
         taken = next(value for name, value, _ in small.notes if name == "kv_memory")
         pages = small.engine.scheduler.pages
         memory = (self.pages + pages.num_pages - pages.num_usable) * (taken // pages.num_pages)
@@ -305,7 +306,7 @@ def setting_of(options: argparse.Namespace) -> Setting:
     models = load_models(options.model, options.draft, dtype="float32", device=options.device)
     return Setting(
         models=models, tiny=False, draft=options.draft, seed=options.seed, beside=options.beside, slots=16,
-        longest=256, pages=200,
+        longest=128, pages=100,
     )  # fmt: skip
 
 
