@@ -88,13 +88,16 @@ class Running:
 
 
 @contextmanager
-def serving(options: argparse.Namespace) -> Iterator[Running]:
+def serving(
+    options: argparse.Namespace, make: Callable[[argparse.Namespace], Any] = serving_engine.make
+) -> Iterator[Running]:
+    """make: called where the engine is to be."""
     chosen = ServeOptions(port=0, max_waiting=options.requests)
     bound, interval, process = bind(chosen), sys.getswitchinterval(), None
     if options.in_thread:
-        engines: Any = serving_engine.make(options)
+        engines: Any = make(options)
     else:
-        engines = process = EngineProcess(serving_engine.make, options, options=chosen)
+        engines = process = EngineProcess(make, options, options=chosen)
         if taken := cores(options.engine_cores):
             os.sched_setaffinity(0, os.sched_getaffinity(0) - taken)
     server = Server(engines, chosen, NAME)
@@ -162,6 +165,7 @@ def clients(
             json.dumps(
                 {
                     "port": port,
+                    "path": getattr(options, "path", "/v1/completions"),
                     "streams": streams,
                     "requests": requests[number::count],
                     "cores": sorted(cores(options.client_cores)),
