@@ -121,28 +121,30 @@ def served(
     running: Running, options: argparse.Namespace, requests: Sequence[dict[str, Any]], scrape: float | None
 ) -> dict[str, Any]:
     with clients(options, running.port, requests) as each_client, scraped(running.port, scrape):
+        server_s = time.process_time()  # not what starting the clients took
         for each in each_client:
             tell(each, "go")
-        seen = [json.loads(each.stdout.readline()) for each in each_client if each.stdout is not None]
+        lines = [each.stdout.readline() for each in each_client if each.stdout is not None]
+        server_s = time.process_time() - server_s
+    seen = [json.loads(line) for line in lines]
     answers = [answer for each in seen for answer in each["answers"]]
     found = {"seconds": max(each["end"] for each in seen) - min(each["start"] for each in seen)}
-    found |= {"tokens": sum(answer["tokens"] for answer in answers)}
+    found |= {"server_s": server_s, "tokens": sum(answer["tokens"] for answer in answers)}
     found |= {"events": sum(answer["events"] for answer in answers)}
     return found | {f"ttft_ms_p{100 * q:.0f}": quantile([1e3 * a["first_s"] for a in answers], q) for q in QUANTILES}
 
 
 def wave(running: Running, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """With steps, and CPU seconds of the server and of the engine; where they are one process, of both."""
+    """With steps, and CPU of the server and of the engine; where they are one process, of both."""
     with former_objects_left_alone():
         running.ask(partial(serving_engine.collect, freeze=True))
         pid, steps, engine_s = running.ask(serving_engine.counts)
-        server_s = time.process_time()
         found = make()
         _, steps_now, engine_now_s = running.ask(serving_engine.counts)
-        cpu = {"engine": engine_now_s - engine_s, "server": time.process_time() - server_s}
+        cpu = {"engine": engine_now_s - engine_s, "server": found.pop("server_s", 0.0)}
         running.ask(partial(serving_engine.collect, freeze=False))
     if pid == os.getpid():
-        cpu = {"both": cpu["server"]}
+        cpu = {"both": cpu["engine"]}
     tokens, steps = found["tokens"], steps_now - steps
     return {
         **found, "decode_steps": steps, "tok_per_s": tokens / found["seconds"],
