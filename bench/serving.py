@@ -1,13 +1,15 @@
 """What serving costs beside `LLM.generate`: the same requests, offline and over HTTP, in turn on one engine.
 
-    python bench/serving.py --draft smollm2-135m-dspark --verify lag --streams 64 --out runs/serving.json
+    python bench/serving.py --draft smollm2-135m-dspark --verify lag --streams 64 --requests 2048 --out runs/serving.json
 
 Served waves go through the server of `slipstream serve` in this process, whose engine has a process of its own or, with
 --in-thread, a thread here; the clients are processes without a library (so that they cost little). The three are on
 cores of their own where --client-cores and --engine-cores name them. Each client keeps its streams busy, one request
-after another. Offline waves are `LLM.generate` where the engine is. `x` is offline tokens per second beside served ones,
-from medians over waves; `cpu` is what server and engine used in all their threads, per output token, which other work on
-the machine changes less. With --scrape a third wave asks for /metrics meanwhile, so that steps are recorded.
+after another. A wave lasts from the first request to the last token: it begins with all streams at once and ends with
+some of them, so give it many times as many --requests as --streams, for that to be a small part. Offline waves are
+`LLM.generate` where the engine is, of the same requests in the same order. `x` is offline tokens per second beside
+served ones, from medians over waves; `cpu` is what server and engine used in all their threads during a wave, per output token, which
+other work on the machine changes less. With --scrape a third wave asks for /metrics meanwhile, so that steps are recorded.
 """
 
 import argparse
@@ -161,7 +163,7 @@ def clients(
     command, count, running = [sys.executable, str(CLIENT)], options.clients, []
     for number in range(count):
         each = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        streams = options.streams // count + (number < options.streams % count)
+        streams = streams_of(options, number)
         tell(
             each,
             json.dumps(
@@ -210,11 +212,25 @@ def quantile(values: Sequence[float], q: float) -> float:
     return sorted(values)[min(int(q * len(values)), len(values) - 1)]
 
 
-def lengths(mean: int, count: int) -> list[int]:
-    """Of the answers, so that they do not all end in the same step: in an order that is random and always the same."""
-    spread = [max(1, round(mean * (0.5 + (place + 0.5) / count))) for place in range(count)]
-    random.Random(0).shuffle(spread)
-    return spread
+def lengths(options: argparse.Namespace) -> list[int]:
+    """Of the answers, in an order that is random and always the same; what each client asks for is about as much.
+
+    The last ones of a client, one a stream, are the longest first: they begin one after another, and end together.
+    """
+    count, clients, found = options.requests, options.clients, [0] * options.requests
+    spread = [max(1, round(options.max_tokens * (0.5 + (place + 0.5) / count))) for place in range(count)]
+    for number in range(clients):
+        share = spread[number::clients]
+        random.Random(number).shuffle(share)
+        first = max(len(share) - streams_of(options, number), 0)
+        found[number::clients] = share[:first] + sorted(share[first:], reverse=True)
+    return found
+
+
+def streams_of(options: argparse.Namespace, number: int) -> int:
+    """Of a client."""
+    share, rest = divmod(options.streams, options.clients)
+    return int(share + (number < rest))
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -222,7 +238,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         os.sched_setaffinity(0, os.sched_getaffinity(0) - taken)
     asked = [
         {"seed": seed, "max_tokens": length, "temperature": options.temperature, "ignore_eos": True}
-        for seed, length in enumerate(lengths(options.max_tokens, options.requests))
+        for seed, length in enumerate(lengths(options))
     ]
     params = [SamplingParams(**fields) for fields in asked]
     usage = {"stream": True, "stream_options": {"include_usage": True}}

@@ -11,10 +11,11 @@ and engine keep the server from its own: CPU time is what can be compared then.
 
 import argparse
 import json
+import logging
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stderr
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from slipstream.lab.waves import median
 from slipstream.models.locate import resolve_target
 from slipstream.models.tokenizer import load_tokenizer
 from slipstream.prompts import read_prompts, user
-from slipstream.serve.logs import configure_logging
+from slipstream.serve.logs import JsonFormatter
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the engine's process imports from there as well
 from bench import serving, serving_paced
@@ -66,12 +67,29 @@ def wave(running: serving.Running, options: argparse.Namespace, requests: Sequen
 def bodies(options: argparse.Namespace) -> list[dict[str, Any]]:
     tokenizer, texts = load_tokenizer(resolve_target(options.model)), read_prompts(None)
     asked = []
-    for seed, length in enumerate(serving.lengths(options.max_tokens, options.requests)):
+    for seed, length in enumerate(serving.lengths(options)):
         messages = user(texts[seed % len(texts)])
         prompt = {"messages": messages} if options.chat else {"prompt": tokenizer.encode(tokenizer.chat(messages))}
         fields = {"seed": seed, "max_tokens": length, "temperature": 0.0, "ignore_eos": True}
         asked.append({**prompt, **fields, "stream": True, "stream_options": {"include_usage": True}})
     return asked
+
+
+@contextmanager
+def logged() -> Iterator[None]:
+    """A line a request is written, as a server does, but nobody sees it."""
+    logger = logging.getLogger("slipstream.serve")
+    level, propagate = logger.level, logger.propagate
+    with open(os.devnull, "w") as nowhere:
+        handler = logging.StreamHandler(nowhere)
+        handler.setFormatter(JsonFormatter())
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        yield
+        logger.removeHandler(handler)
+    logger.setLevel(level)
+    logger.propagate = propagate
 
 
 def main() -> None:
@@ -80,11 +98,9 @@ def main() -> None:
         os.sched_setaffinity(0, os.sched_getaffinity(0) - taken)
     options.in_thread, options.path = False, "/v1/chat/completions" if options.chat else "/v1/completions"
     requests, waves = bodies(options), []
-    with open(os.devnull, "w") as log, serving.serving(options, serving_paced.make) as running:
-        with redirect_stderr(log):
-            configure_logging()  # a line a request, as the server has it
+    with serving.serving(options, serving_paced.make) as running, logged():
         serving.served(running, options, requests[: 2 * options.streams], None)
-        with former_objects_left_alone():  # as there
+        with former_objects_left_alone():  # as in a server
             for _ in range(options.waves):
                 waves.append(wave(running, options, requests))
                 print(_line(waves[-1]), flush=True)

@@ -202,6 +202,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 self.app, lifespan="on", log_config=None, access_log=False, server_header=False,
                 timeout_graceful_shutdown=CLOSING_S, ws="none",
+                loop="asyncio",  # uvloop, if it is there, saves nothing here, and hides why it cannot listen
             )
         )  # fmt: skip
 

@@ -48,16 +48,15 @@ class Outbox:
             self._urgent += gains.requests[gains.num_decode :]
 
     def take(self, now_s: float, *, all_of_it: bool = False) -> list[Delta]:
-        """What goes out now. All of it: nobody knows when there will be a next step."""
+        """What goes out now, beginnings and ends first. All of it: nobody knows when there will be a next step."""
         if not self._steps:
             return []
+        out = [delta for request in dict.fromkeys(self._urgent) for delta in self._of(request)]
         if all_of_it or now_s >= self.due_s:
             interval_s = max(self._interval_s, EACH_S * len(self._steps[-1])) if self._interval_s else 0.0
             self.due_s = now_s + self.stretch * interval_s
-            out = self._all()
+            out += self._all()
             self._steps, self._places, self._told = [], [], {}
-        else:
-            out = [delta for request in dict.fromkeys(self._urgent) for delta in self._of(request)]
         self._urgent.clear()
         for delta in out:
             if delta.finish_reason is not None:
