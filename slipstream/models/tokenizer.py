@@ -47,8 +47,12 @@ class Tokenizer:
 
     def encode(self, text: str, add_special: bool = False) -> list[int]:
         """Token ids of a text. `add_special` puts the model's begin token first, if the model uses one."""
-        if any("\ud800" <= char <= "\udfff" for char in text):
-            raise RequestError("the text holds a lone surrogate, which is no character; decode it properly first")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise RequestError(
+                "the text holds a lone surrogate, which is no character; decode it properly first"
+            ) from None
         try:
             ids: list[int] = self.backend.encode(text, add_special_tokens=add_special and self.add_bos is None).ids
         except BaseException as error:

@@ -24,7 +24,7 @@ Value = TypeVar("Value")
 
 MOST_BUSY = 0.7  # share of its time that the loop works before events get rarer
 MOST_STRETCH = 8.0
-AT_ONCE = 8  # requests that are told of what they gained before the loop looks for new ones
+AT_ONCE = 16  # requests that are told of what they gained before the loop looks for new ones
 
 
 class Mailbox:
