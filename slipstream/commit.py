@@ -114,35 +114,42 @@ def joined(rows: Sequence[tuple[Gains, int]]) -> Delta:
 def all_joined(steps: Sequence[Gains], since: Mapping[int, int]) -> list[Delta]:
     """The same of all requests, in the order of their uids; of some only from a step on: `since` has its place, by uid.
 
-    In arrays, for what many requests gained in many steps: no Python for each of a step's rows. Without log-probabilities.
+    In arrays, for what many requests gained in many steps: no Python for each of their rows. Without log-probabilities.
     """
-    counts = [len(gains.requests) for gains in steps]
-    begins = np.cumsum([0, *counts])
-    step_np = np.repeat(np.arange(len(steps)), counts)
-    uids_np = np.array([request.uid for gains in steps for request in gains.requests], np.int64)
-    wanted = np.ones(len(uids_np), np.bool_)
-    for uid, first in since.items():
-        wanted &= (uids_np != uid) | (step_np >= first)
-    order = np.flatnonzero(wanted)
-    if not len(order):
+    begins = np.cumsum([0, *map(len, steps)])  # of each step's rows among those of all
+    rows, uids_np = _by_request(steps, begins, since)
+    if not len(rows):
         return []
-    order = order[np.argsort(uids_np[order], kind="stable")]
-    token_ids_np = np.zeros((len(uids_np), max(gains.token_ids_np.shape[1] for gains in steps)), np.int32)
+    token_ids_np = np.zeros((begins[-1], max(gains.token_ids_np.shape[1] for gains in steps)), np.int32)
     for gains, begin in zip(steps, begins.tolist(), strict=False):
         token_ids_np[begin : begin + len(gains), : gains.token_ids_np.shape[1]] = gains.token_ids_np
-    kept_np = np.concatenate([gains.kept_np for gains in steps])[order]
-    accepted_np = np.concatenate([gains.num_accepted_np for gains in steps])[order]
+    kept_np = np.concatenate([gains.kept_np for gains in steps])[rows]
+    accepted_np = np.concatenate([gains.num_accepted_np for gains in steps])[rows]
     column = np.arange(token_ids_np.shape[1])
     there = column < kept_np[:, None]
-    token_ids = token_ids_np[order][there].tolist()
-    accepted = (column < accepted_np[:, None])[there].tolist()
-    last = np.append(np.flatnonzero(np.diff(uids_np[order])), len(order) - 1)  # rows, one for each request
-    step_np, place_np = step_np[order[last]], order[last] - begins[step_np[order[last]]]
-    ends, begin, deltas = np.cumsum(kept_np)[last].tolist(), 0, []
-    for number, index, end in zip(step_np.tolist(), place_np.tolist(), ends, strict=True):
+    token_ids, accepted = token_ids_np[rows][there].tolist(), (column < accepted_np[:, None])[there].tolist()
+    last = np.append(np.flatnonzero(np.diff(uids_np)), len(rows) - 1)  # of each request's
+    step_np = np.searchsorted(begins, rows[last], side="right") - 1
+    deltas, begin = [], 0
+    for number, index, end in zip(
+        step_np.tolist(), (rows[last] - begins[step_np]).tolist(), np.cumsum(kept_np)[last].tolist(), strict=True
+    ):
         deltas.append(_ending(steps[number], index, token_ids[begin:end], accepted[begin:end], None))
         begin = end
     return deltas
+
+
+def _by_request(steps: Sequence[Gains], begins: Int64s, since: Mapping[int, int]) -> tuple[Int64s, Int64s]:
+    """Rows of all steps that are wanted, a request's behind each other, and their uids."""
+    uids_np = np.array([request.uid for gains in steps for request in gains.requests], np.int64)
+    rows = np.arange(len(uids_np))
+    if since:
+        known_np, first_np = np.array(sorted(since.items())).T
+        place_np = np.searchsorted(known_np, uids_np).clip(max=len(known_np) - 1)
+        is_late = rows >= begins[first_np[place_np]]
+        rows = rows[(known_np[place_np] != uids_np) | is_late]
+    rows = rows[np.argsort(uids_np[rows], kind="stable")]
+    return rows, uids_np[rows]
 
 
 def _ending(
