@@ -6,10 +6,10 @@ the driver is, subclasses know: `engine_thread`, `engine_process`. Knows no HTTP
 """
 
 import asyncio
+import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from itertools import count, islice
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 from slipstream.commit import Delta
@@ -24,7 +24,6 @@ Value = TypeVar("Value")
 
 MOST_BUSY = 0.7  # share of its time that the loop works before events get rarer
 MOST_STRETCH = 8.0
-AT_ONCE = 16  # requests that are told of what they gained before the loop looks for new ones
 
 
 class Mailbox:
@@ -106,11 +105,9 @@ class Desk(ABC):
         self._outbox = Outbox(interval_s)  # what steps gave and nobody was told of
         self._pace = Pace()
         self._timer: asyncio.TimerHandle | None = None  # for what is left there
-        self._due: dict[int, list[Delta]] = {}  # by uid, what came out of there and was not delivered
-        self._turn: asyncio.Handle | None = None  # for that
         self._mailboxes: dict[int, tuple[Mailbox, Sequence[Request]]] = {}  # by uid, with all that share the mailbox
         self._answers: dict[int, asyncio.Future[Any]] = {}  # to what was asked, by key
-        self._keys = count()
+        self._keys = itertools.count()
 
     @property
     def is_healthy(self) -> bool:
@@ -155,9 +152,8 @@ class Desk(ABC):
         """Fail what is open, and end the engine with its step."""
         self._fail_open(unavailable("the server is shutting down"))
         await self._end()
-        for handle in (self._timer, self._turn):
-            if handle is not None:
-                handle.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self.state != "dead":
             self.state = "stopped"
 
@@ -205,39 +201,23 @@ class Desk(ABC):
         now = time.monotonic()
         if now >= self._outbox.due_s:
             self._outbox.stretch = self._pace.stretch(now, time.thread_time())
-        out = self._outbox.take(now, all_of_it=all_of_it)
-        for delta in out:
-            self._due.setdefault(delta.request.uid, []).append(delta)
-        self._deliver(
-            list(self._due) if all_of_it else list(dict.fromkeys(delta.request.uid for delta in out))[:AT_ONCE]
-        )
+        self._deliver(self._outbox.take(now, all_of_it=all_of_it))
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
         if not self._outbox.is_empty:
             self._timer = self._loop.call_at(self._outbox.due_s, self._hand_over)
 
-    def _deliver(self, uids: Sequence[int]) -> None:
-        """What is due to these requests; to the others in the loop's next turns."""
-        for uid in uids:
-            for delta in self._due.pop(uid, ()):
-                self._put(delta)
-        if self._due and self._turn is None:
-            self._turn = self._loop.call_soon(self._deliver_some)
-
-    def _deliver_some(self) -> None:
-        self._turn = None
-        self._deliver(list(islice(self._due, AT_ONCE)))
-
-    def _put(self, delta: Delta) -> None:
-        mailbox, requests = self._mailboxes.get(delta.request.uid, (None, ()))
-        if mailbox is None:
-            return  # nobody waits for it any more
-        if delta.finish_reason is not None:
-            del self._mailboxes[delta.request.uid]
-        if not mailbox.put(delta):
-            mailbox.fail(too_slow())
-            self.release(requests)
+    def _deliver(self, deltas: Iterable[Delta]) -> None:
+        for delta in deltas:
+            mailbox, requests = self._mailboxes.get(delta.request.uid, (None, ()))
+            if mailbox is None:
+                continue  # nobody waits for it any more
+            if delta.finish_reason is not None:
+                del self._mailboxes[delta.request.uid]
+            if not mailbox.put(delta):
+                mailbox.fail(too_slow())
+                self.release(requests)
 
     def _fail(self, uids: Sequence[int], error: Problem) -> None:
         for uid in uids:

@@ -13,34 +13,21 @@ from slipstream.request import Request
 from slipstream.serve.desk import MOST_STRETCH, Pace
 from slipstream.serve.outbox import EACH_S, Outbox
 
-
-def request(uid: int) -> Request:
-    return Request(uid, (1,), SamplingParams(), seed=0, eos_token_ids=frozenset())
-
-
-REQUESTS = [request(uid) for uid in range(4)]
+REQUESTS = [Request(uid, (1,), SamplingParams(), seed=0, eos_token_ids=frozenset()) for uid in range(4)]
 
 
 def step(decode: Mapping[int, tuple[int, ...]], prompts: Mapping[int, tuple[int, ...]] = {}, **ends: Any) -> Gains:
     """uid -> tokens that a step gave, by whether it decoded; u3="stop": request 3 ends."""
-    return step_of(
-        {REQUESTS[uid]: some for uid, some in decode.items()}, {REQUESTS[uid]: some for uid, some in prompts.items()},
-        {REQUESTS[int(name[1:])]: reason for name, reason in ends.items()},
-    )  # fmt: skip
-
-
-def step_of(
-    decode: Mapping[Request, tuple[int, ...]], prompts: Mapping[Request, tuple[int, ...]] = {},
-    ends: Mapping[Request, Any] = {},
-) -> Gains:  # fmt: skip
     rows = [*decode.items(), *prompts.items()]
     tokens = np.zeros((len(rows), 3), np.int32)
     for row, (_, some) in enumerate(rows):
         tokens[row, : len(some)] = some
     kept = np.array([len(some) for _, some in rows], np.int32)
-    reasons: Any = {row: ends[each] for row, (each, _) in enumerate(rows) if each in ends}
+    reasons: Any = {row: ends[f"u{uid}"] for row, (uid, _) in enumerate(rows) if f"u{uid}" in ends}
     accepted = np.maximum(kept - 1, 0)
-    return Gains([each for each, _ in rows], tokens, kept, accepted, accepted, reasons, {}, len(decode), 2)
+    return Gains(
+        [REQUESTS[uid] for uid, _ in rows], tokens, kept, accepted, accepted, reasons, {}, len(decode), 2
+    )  # fmt: skip
 
 
 def told(deltas: list[Delta]) -> list[tuple[int, tuple[int, ...]]]:
