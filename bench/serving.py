@@ -1,13 +1,15 @@
 """What serving costs beside `LLM.generate`: the same requests, offline and over HTTP, in turn on one engine.
 
-    python bench/serving.py --draft smollm2-135m-dspark --verify lag --streams 64 --out runs/serving.json
+    python bench/serving.py --draft smollm2-135m-dspark --verify lag --streams 64 --requests 2048 --out runs/serving.json
 
 Served waves go through the server of `slipstream serve` in this process, whose engine has a process of its own or, with
 --in-thread, a thread here; the clients are processes without a library (so that they cost little). The three are on
 cores of their own where --client-cores and --engine-cores name them. Each client keeps its streams busy, one request
-after another. Offline waves are `LLM.generate` where the engine is. `x` is offline tokens per second beside served ones,
-from medians over waves; `cpu` is what server and engine used in all their threads, per output token, which other work on
-the machine changes less. With --scrape a third wave asks for /metrics meanwhile, so that steps are recorded.
+after another. A wave lasts from the first request to the last token: it begins with all streams at once and ends with
+some of them, so give it many times as many --requests as --streams, for that to be a small part. Offline waves are
+`LLM.generate` where the engine is, of the same requests in the same order. `x` is offline tokens per second beside
+served ones, from medians over waves; `cpu` is what server and engine used in all their threads during a wave, per output token, which
+other work on the machine changes less. With --scrape a third wave asks for /metrics meanwhile, so that steps are recorded.
 """
 
 import argparse
@@ -88,13 +90,16 @@ class Running:
 
 
 @contextmanager
-def serving(options: argparse.Namespace) -> Iterator[Running]:
+def serving(
+    options: argparse.Namespace, make: Callable[[argparse.Namespace], Any] = serving_engine.make
+) -> Iterator[Running]:
+    """make: called where the engine is to be."""
     chosen = ServeOptions(port=0, max_waiting=options.requests)
     bound, interval, process = bind(chosen), sys.getswitchinterval(), None
     if options.in_thread:
-        engines: Any = serving_engine.make(options)
+        engines: Any = make(options)
     else:
-        engines = process = EngineProcess(serving_engine.make, options, options=chosen)
+        engines = process = EngineProcess(make, options, options=chosen)
         if taken := cores(options.engine_cores):
             os.sched_setaffinity(0, os.sched_getaffinity(0) - taken)
     server = Server(engines, chosen, NAME)
@@ -118,28 +123,30 @@ def served(
     running: Running, options: argparse.Namespace, requests: Sequence[dict[str, Any]], scrape: float | None
 ) -> dict[str, Any]:
     with clients(options, running.port, requests) as each_client, scraped(running.port, scrape):
+        server_s = time.process_time()  # not what starting the clients took
         for each in each_client:
             tell(each, "go")
-        seen = [json.loads(each.stdout.readline()) for each in each_client if each.stdout is not None]
+        lines = [each.stdout.readline() for each in each_client if each.stdout is not None]
+        server_s = time.process_time() - server_s
+    seen = [json.loads(line) for line in lines]
     answers = [answer for each in seen for answer in each["answers"]]
     found = {"seconds": max(each["end"] for each in seen) - min(each["start"] for each in seen)}
-    found |= {"tokens": sum(answer["tokens"] for answer in answers)}
+    found |= {"server_s": server_s, "tokens": sum(answer["tokens"] for answer in answers)}
     found |= {"events": sum(answer["events"] for answer in answers)}
     return found | {f"ttft_ms_p{100 * q:.0f}": quantile([1e3 * a["first_s"] for a in answers], q) for q in QUANTILES}
 
 
 def wave(running: Running, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """With steps, and CPU seconds of the server and of the engine; where they are one process, of both."""
+    """With steps, and CPU of the server and of the engine; where they are one process, of both."""
     with former_objects_left_alone():
         running.ask(partial(serving_engine.collect, freeze=True))
         pid, steps, engine_s = running.ask(serving_engine.counts)
-        server_s = time.process_time()
         found = make()
         _, steps_now, engine_now_s = running.ask(serving_engine.counts)
-        cpu = {"engine": engine_now_s - engine_s, "server": time.process_time() - server_s}
+        cpu = {"engine": engine_now_s - engine_s, "server": found.pop("server_s", 0.0)}
         running.ask(partial(serving_engine.collect, freeze=False))
     if pid == os.getpid():
-        cpu = {"both": cpu["server"]}
+        cpu = {"both": cpu["engine"]}
     tokens, steps = found["tokens"], steps_now - steps
     return {
         **found, "decode_steps": steps, "tok_per_s": tokens / found["seconds"],
@@ -156,12 +163,13 @@ def clients(
     command, count, running = [sys.executable, str(CLIENT)], options.clients, []
     for number in range(count):
         each = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        streams = options.streams // count + (number < options.streams % count)
+        streams = streams_of(options, number)
         tell(
             each,
             json.dumps(
                 {
                     "port": port,
+                    "path": getattr(options, "path", "/v1/completions"),
                     "streams": streams,
                     "requests": requests[number::count],
                     "cores": sorted(cores(options.client_cores)),
@@ -204,11 +212,25 @@ def quantile(values: Sequence[float], q: float) -> float:
     return sorted(values)[min(int(q * len(values)), len(values) - 1)]
 
 
-def lengths(mean: int, count: int) -> list[int]:
-    """Of the answers, so that they do not all end in the same step: in an order that is random and always the same."""
-    spread = [max(1, round(mean * (0.5 + (place + 0.5) / count))) for place in range(count)]
-    random.Random(0).shuffle(spread)
-    return spread
+def lengths(options: argparse.Namespace) -> list[int]:
+    """Of the answers, in an order that is random and always the same; what each client asks for is about as much.
+
+    The last ones of a client, one a stream, are the longest first: they begin one after another, and end together.
+    """
+    count, clients, found = options.requests, options.clients, [0] * options.requests
+    spread = [max(1, round(options.max_tokens * (0.5 + (place + 0.5) / count))) for place in range(count)]
+    for number in range(clients):
+        share = spread[number::clients]
+        random.Random(number).shuffle(share)
+        first = max(len(share) - streams_of(options, number), 0)
+        found[number::clients] = share[:first] + sorted(share[first:], reverse=True)
+    return found
+
+
+def streams_of(options: argparse.Namespace, number: int) -> int:
+    """Of a client."""
+    share, rest = divmod(options.streams, options.clients)
+    return int(share + (number < rest))
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -216,7 +238,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         os.sched_setaffinity(0, os.sched_getaffinity(0) - taken)
     asked = [
         {"seed": seed, "max_tokens": length, "temperature": options.temperature, "ignore_eos": True}
-        for seed, length in enumerate(lengths(options.max_tokens, options.requests))
+        for seed, length in enumerate(lengths(options))
     ]
     params = [SamplingParams(**fields) for fields in asked]
     usage = {"stream": True, "stream_options": {"include_usage": True}}

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 
-async def stream(port: int, body: bytes) -> dict[str, float]:
+async def stream(port: int, path: str, body: bytes) -> dict[str, float]:
     """One request over a connection of its own: seconds to the first event and to the last, tokens, events."""
     start = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     if b" 200 " not in await reader.readline():
         raise RuntimeError((await reader.read(2000)).decode())
@@ -32,11 +32,11 @@ async def stream(port: int, body: bytes) -> dict[str, float]:
     return {"first_s": first_s, "last_s": time.perf_counter() - start, "tokens": num_tokens, "events": num_events}
 
 
-async def client(port: int, num_streams: int, bodies: Sequence[bytes]) -> dict[str, Any]:
+async def client(port: int, path: str, num_streams: int, bodies: Sequence[bytes]) -> dict[str, Any]:
     waiting = iter(bodies)
 
     async def one_after_another() -> list[dict[str, float]]:
-        return [await stream(port, body) for body in waiting]
+        return [await stream(port, path, body) for body in waiting]
 
     start = time.time()
     found = await asyncio.gather(*(one_after_another() for _ in range(num_streams)))
@@ -50,7 +50,7 @@ def main() -> None:
     bodies = [json.dumps(fields).encode() for fields in task["requests"]]
     print("ready", flush=True)
     sys.stdin.readline()
-    print(json.dumps(asyncio.run(client(task["port"], task["streams"], bodies))))
+    print(json.dumps(asyncio.run(client(task["port"], task["path"], task["streams"], bodies))))
 
 
 if __name__ == "__main__":

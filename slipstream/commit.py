@@ -7,8 +7,8 @@ the scheduler's ledger; Python per row is left for first tokens, for watchers an
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import compress
 from typing import Any, NamedTuple, overload
@@ -98,18 +98,69 @@ class Gains(Sequence[Delta]):
 
 def joined(rows: Sequence[tuple[Gains, int]]) -> Delta:
     """What a request gained in several steps, given by its place in each, as if it had been the last of them."""
-    gains, index = rows[-1]
-    if len(rows) == 1:
-        return gains[index]
     token_ids: list[int] = []
     accepted: list[bool] = []
     for step, place in rows:
-        token_ids += step._columns[0][place]
-        accepted += step._columns[1][place]
+        count = int(step.kept_np[place])
+        token_ids += step.token_ids_np[place, :count].tolist()
+        accepted += _flags(int(step.num_accepted_np[place]), count)
+    gains, index = rows[-1]
     logprobs = None
     if gains.requests[index].params.logprobs is not None:
         logprobs = tuple(entry for step, place in rows for entry in step._logprobs(place) or ())
-    return replace(gains[index], token_ids=tuple(token_ids), accepted=tuple(accepted), logprobs=logprobs)
+    return _ending(gains, index, token_ids, accepted, logprobs)
+
+
+def all_joined(steps: Sequence[Gains], since: Mapping[int, int]) -> list[Delta]:
+    """The same of all requests, in the order of their uids; of some only from a step on: `since` has its place, by uid.
+
+    In arrays, for what many requests gained in many steps: no Python for each of their rows. Without log-probabilities.
+    """
+    begins = np.cumsum([0, *map(len, steps)])  # of each step's rows among those of all
+    rows, uids_np = _by_request(steps, begins, since)
+    if not len(rows):
+        return []
+    token_ids_np = np.zeros((begins[-1], max(gains.token_ids_np.shape[1] for gains in steps)), np.int32)
+    for gains, begin in zip(steps, begins.tolist(), strict=False):
+        token_ids_np[begin : begin + len(gains), : gains.token_ids_np.shape[1]] = gains.token_ids_np
+    kept_np = np.concatenate([gains.kept_np for gains in steps])[rows]
+    accepted_np = np.concatenate([gains.num_accepted_np for gains in steps])[rows]
+    column = np.arange(token_ids_np.shape[1])
+    there = column < kept_np[:, None]
+    token_ids, accepted = token_ids_np[rows][there].tolist(), (column < accepted_np[:, None])[there].tolist()
+    last = np.append(np.flatnonzero(np.diff(uids_np)), len(rows) - 1)  # of each request's
+    step_np = np.searchsorted(begins, rows[last], side="right") - 1
+    deltas, begin = [], 0
+    for number, index, end in zip(
+        step_np.tolist(), (rows[last] - begins[step_np]).tolist(), np.cumsum(kept_np)[last].tolist(), strict=True
+    ):
+        deltas.append(_ending(steps[number], index, token_ids[begin:end], accepted[begin:end], None))
+        begin = end
+    return deltas
+
+
+def _by_request(steps: Sequence[Gains], begins: Int64s, since: Mapping[int, int]) -> tuple[Int64s, Int64s]:
+    """Rows of all steps that are wanted, a request's behind each other, and their uids."""
+    uids_np = np.array([request.uid for gains in steps for request in gains.requests], np.int64)
+    rows = np.arange(len(uids_np))
+    if since:
+        known_np, first_np = np.array(sorted(since.items())).T
+        place_np = np.searchsorted(known_np, uids_np).clip(max=len(known_np) - 1)
+        is_late = rows >= begins[first_np[place_np]]
+        rows = rows[(known_np[place_np] != uids_np) | is_late]
+    rows = rows[np.argsort(uids_np[rows], kind="stable")]
+    return rows, uids_np[rows]
+
+
+def _ending(
+    gains: Gains, index: int, token_ids: Sequence[int], accepted: Sequence[bool],
+    logprobs: tuple[TokenLogprob, ...] | None,
+) -> Delta:  # fmt: skip
+    """With a row's step as its last one."""
+    return Delta(
+        gains.requests[index], tuple(token_ids), tuple(accepted), int(gains.widths_np[index]),
+        gains.finish_reasons.get(index), logprobs, gains.drafted if index < gains.num_decode else 0,
+    )  # fmt: skip
 
 
 class _Rows(NamedTuple):

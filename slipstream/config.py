@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -76,6 +77,14 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured: StructuredOutput | None = None  # the form that the answer must have
+
+    def __getstate__(self) -> tuple[Any, ...]:  # dataclass has its own, which takes some times as long
+        values: tuple[Any, ...] = _VALUES(self)
+        return values
+
+    def __setstate__(self, values: tuple[Any, ...]) -> None:
+        for name, value in zip(_FIELDS, values, strict=True):
+            object.__setattr__(self, name, value)
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature) or not 0 <= self.temperature <= _LARGEST_FP32:
@@ -154,6 +163,10 @@ class SamplingParams:
             for token in tokens:
                 if token >= vocab_size:
                     raise RequestError(f"{name} names token {token}; token ids are whole numbers below {vocab_size}")
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+_VALUES = attrgetter(*_FIELDS)
 
 
 def _checked_bias(bias: object) -> dict[int, float]:

@@ -137,9 +137,10 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) 
     """RequestError unless the prompt has tokens, all of them known, and leaves room for an answer."""
     if not token_ids:
         raise RequestError("prompt is empty; give at least one token")
-    for token in token_ids:
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise RequestError(f"prompt holds {token!r}; token ids are whole numbers from 0 to {vocab_size - 1}")
+    if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        for token in token_ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+                raise RequestError(f"prompt holds {token!r}; token ids are whole numbers from 0 to {vocab_size - 1}")
     if len(token_ids) >= max_model_len:
         raise RequestError(
             f"prompt has {len(token_ids)} tokens and max_model_len is {max_model_len}, answer included: shorten it"

@@ -47,8 +47,12 @@ class Tokenizer:
 
     def encode(self, text: str, add_special: bool = False) -> list[int]:
         """Token ids of a text. `add_special` puts the model's begin token first, if the model uses one."""
-        if any("\ud800" <= char <= "\udfff" for char in text):
-            raise RequestError("the text holds a lone surrogate, which is no character; decode it properly first")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise RequestError(
+                "the text holds a lone surrogate, which is no character; decode it properly first"
+            ) from None
         try:
             ids: list[int] = self.backend.encode(text, add_special_tokens=add_special and self.add_bos is None).ids
         except BaseException as error:
@@ -152,6 +156,7 @@ class TextStream:
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._ids: list[int] = []  # context whose text is out, then tokens whose text is not, or not all of it
         self._num_released = 0  # how many of `_ids` are context
+        self._num_chars_before = 0  # of the context's text
         self._num_chars_out = 0  # of the text of the others
 
     @property
@@ -167,7 +172,8 @@ class TextStream:
     def fork(self) -> "TextStream":
         """One that goes on from here by itself."""
         fork = TextStream(self._tokenizer, self._skip_special)
-        fork._ids, fork._num_released, fork._num_chars_out = self._ids, self._num_released, self._num_chars_out
+        fork._ids, fork._num_released = self._ids, self._num_released
+        fork._num_chars_before, fork._num_chars_out = self._num_chars_before, self._num_chars_out
         return fork
 
     def push(self, *token_ids: int) -> str:
@@ -180,7 +186,9 @@ class TextStream:
         return self._release(hold_back=False)
 
     def _release(self, hold_back: bool) -> str:
-        num_before = len(self._decode(self._ids[: self._num_released]))
+        if self.is_whole:
+            return ""
+        num_before = self._num_chars_before
         text = self._decode(self._ids)
         num_out = num_before + self._num_chars_out
         if hold_back and text.endswith(_REPLACEMENT):
@@ -188,9 +196,18 @@ class TextStream:
             self._num_chars_out = max(len(text), num_out) - num_before
             return text[num_out:]
         if len(text) > num_before:  # tokens without a text of their own stay context for those after them
-            self._ids = self._ids[self._num_released :]
+            self._ids, self._num_chars_before = self._context(self._ids[self._num_released :])
+        else:
+            self._num_chars_before = len(text)
         self._num_released, self._num_chars_out = len(self._ids), 0
         return text[num_out:]
+
+    def _context(self, ids: list[int]) -> tuple[list[int], int]:
+        """As few of them as those after them need, and the length of their text."""
+        last = self._decode(ids[-1:])
+        if last and _REPLACEMENT not in last:
+            return ids[-1:], len(last)
+        return ids, len(self._decode(ids))
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, self._skip_special)

@@ -4,7 +4,7 @@ Every error leaves in the shape of the OpenAI API, with a status that says whose
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from importlib import metadata
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from slipstream.serve.protocol import (
 )
 from slipstream.serve.render import Chat, Completion, Renderer, Spelling, Style, usage_of
 from slipstream.serve.service import Job, Service
-from slipstream.serve.sse import EventStream, events, watched
+from slipstream.serve.sse import EventStream, events, watch
 from slipstream.serve.stats import Stats
 
 _MOST_DROPPED_BYTES = 1 << 26  # of a body that is too large: a client that is cut off would not read the answer
@@ -69,6 +69,13 @@ async def completions(http: HttpRequest) -> Response:
         return [lane.host.prepare(prompt, params) for prompt in asked.prompt]
 
     return await _answer(http, asked, lane, Completion(), prepare, len(asked.prompt))
+
+
+# What is asked for most, and is not looked for among all routes.
+ANSWERS: dict[str, Callable[[HttpRequest], Awaitable[Response]]] = {
+    "/v1/chat/completions": chat_completions,
+    "/v1/completions": completions,
+}
 
 
 @router.get("/v1/models")
@@ -194,24 +201,25 @@ async def _answer(
     if asked.user is not None:
         entry.fields["user"] = asked.user
     job = service.open(lane, num_prompts * (asked.n or 1), bool(asked.return_steps))
+    watcher = watch(http.receive, job)
     handed_over = False
     try:
-        async with watched(http.receive, job):
-            job.start(await _unless_failed(job, _in_pool(service, asked, prepare), asked.asks_for_form))
-            entry.fields["prompt_tokens"] = job.num_prompt_tokens
-            renderer = Renderer(style, entry.request_id, service.model, _spelling(http), asked.return_token_ids)
-            if asked.stream:
-                # Headers wait for the first token: whatever is wrong before that gets a status of its own.
-                await job.begun()
-                handed_over = True
-                return EventStream(job, events(job, renderer, asked.usage_in_stream))
-            parts = await job.whole()
+        job.start(await _unless_failed(job, _in_pool(service, asked, prepare), asked.asks_for_form))
+        entry.fields["prompt_tokens"] = job.num_prompt_tokens
+        renderer = Renderer(style, entry.request_id, service.model, _spelling(http), asked.return_token_ids)
+        if asked.stream:
+            # Headers wait for the first token: whatever is wrong before that gets a status of its own.
+            await job.begun()
+            handed_over = True
+            return EventStream(job, watcher, events(job, renderer, asked.usage_in_stream))
+        parts = await job.whole()
         entry.fields["completion_tokens"] = job.num_output_tokens
         return _json(renderer.whole(parts, usage_of(job)))
     except SlipstreamError as error:
         raise problem_of(error, type(asked).model_fields) from error
     finally:
         if not handed_over:
+            watcher.cancel()
             job.close()
 
 

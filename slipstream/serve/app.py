@@ -14,18 +14,19 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from importlib import metadata
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import uvicorn
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from slipstream.errors import EngineError
 from slipstream.host import Host
 from slipstream.serve import webpage
-from slipstream.serve.api import router
+from slipstream.serve.api import ANSWERS, router
 from slipstream.serve.engine_process import EngineProcess
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.guard import Guard, respond
@@ -65,19 +66,49 @@ def make_app(llms: "Offered", options: ServeOptions, model: str, on_dead: Callab
         finally:
             await service.stop()
 
-    app = FastAPI(
-        title="Slipstream", version=metadata.version("slipstream"), lifespan=lifespan, docs_url=None, redoc_url=None
-    )
+    app = Application(options.keys, lifespan)
     app.state.spelling = Spelling(engines.hosts[0])
     app.include_router(router)
     app.include_router(webpage.router)
-    app.add_middleware(Guard, keys=options.keys)
     app.add_exception_handler(Problem, _on_problem)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(ClientDisconnect, lambda http, error: _on_problem(http, client_gone()))
     app.add_exception_handler(Exception, _on_bug)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]
     return app
+
+
+class Application(FastAPI):
+    """FastAPI, but for answers: what it does to find a route and to watch over it takes longer than all that they need."""
+
+    def __init__(self, keys: Sequence[str], lifespan: Any) -> None:
+        super().__init__(
+            title="Slipstream", version=metadata.version("slipstream"), lifespan=lifespan, docs_url=None, redoc_url=None
+        )
+        self._guard = Guard(self._answer, keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self
+        await self._guard(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = ANSWERS.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if answer is None:
+            await super().__call__(scope, receive, send)
+            return
+        http, entry = Request(scope, receive, send), scope["slipstream"]
+        try:
+            response = await answer(http)
+            await response(scope, receive, send)
+        except Problem as problem:
+            await _on_problem(http, problem)(scope, receive, send)
+        except ClientDisconnect:
+            await _on_problem(http, client_gone())(scope, receive, send)
+        except Exception as error:
+            response = _on_bug(http, error)
+            if not entry.status:
+                await response(scope, receive, send)
+            raise
 
 
 class Threads:
@@ -171,6 +202,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 self.app, lifespan="on", log_config=None, access_log=False, server_header=False,
                 timeout_graceful_shutdown=CLOSING_S, ws="none",
+                loop="asyncio",  # uvloop, if it is there, saves nothing here, and hides why it cannot listen
             )
         )  # fmt: skip
 

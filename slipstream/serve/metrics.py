@@ -7,6 +7,7 @@ they go; the engine's own counts are copied by `snapshot` between two steps when
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -85,6 +86,7 @@ class Metrics:
         self._engine = _EngineCollector(model)
         self.registry.register(self._engine)
         self._model = model
+        self._series: dict[tuple[Any, ...], Any] = {}
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _WAITS_S)
         self._tpot = self._histogram(
             "time_per_output_token_seconds", "Mean over an answer's tokens after the first.", _PER_TOKEN_S
@@ -96,26 +98,33 @@ class Metrics:
         self._refused = self._counter("http_problems", "Requests that ended otherwise, by HTTP status.", "status")
 
     def first_token(self, mode: str, seconds: float, num_prompt: int) -> None:
-        self._ttft.labels(self._model, mode).observe(seconds)
-        self._prompt_tokens.labels(self._model, mode).inc(num_prompt)
+        self._of(self._ttft, mode).observe(seconds)
+        self._of(self._prompt_tokens, mode).inc(num_prompt)
 
     def tokens(self, mode: str, count: int) -> None:
-        self._generation_tokens.labels(self._model, mode).inc(count)
+        self._of(self._generation_tokens, mode).inc(count)
 
     def answered(self, mode: str, reason: str, seconds: float, seconds_per_token: float | None) -> None:
-        self._ended.labels(self._model, mode, reason).inc()
-        self._latency.labels(self._model, mode).observe(seconds)
+        self._of(self._ended, mode, reason).inc()
+        self._of(self._latency, mode).observe(seconds)
         if seconds_per_token is not None:
-            self._tpot.labels(self._model, mode).observe(seconds_per_token)
+            self._of(self._tpot, mode).observe(seconds_per_token)
 
     def problem(self, status: int) -> None:
-        self._refused.labels(self._model, str(status)).inc()
+        self._of(self._refused, str(status)).inc()
 
     def render(self, now: Mapping[str, Snapshot | None], num_failures: Mapping[str, int]) -> bytes:
         """The page; without a snapshot (an engine does not answer) what the engine said last. Both by mode."""
         self._engine.now |= {mode: one for mode, one in now.items() if one is not None}
         self._engine.num_failures = num_failures
         return bytes(generate_latest(self.registry))
+
+    def _of(self, family: Any, *labels: str) -> Any:
+        """The series with these labels, which the library takes longer to find than to count in."""
+        key = (family, *labels)
+        if key not in self._series:
+            self._series[key] = family.labels(self._model, *labels)
+        return self._series[key]
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(PREFIX + name, about, ["model_name", "mode"], buckets=buckets, registry=self.registry)

@@ -209,7 +209,7 @@ def _prompts(value: Any) -> list[Any]:
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 _PROMPT_SCHEMA = {

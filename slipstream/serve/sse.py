@@ -7,8 +7,6 @@ few seconds to say so and is cut then. Called by `api`.
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import Any
 
 from starlette.responses import Response
@@ -22,16 +20,9 @@ from slipstream.serve.service import Job
 LAST_WORDS_S = 2.0  # for the event that says why a stream ends early
 
 
-@asynccontextmanager
-async def watched(receive: Receive, job: Job) -> AsyncIterator[None]:
-    """Inside, the job fails as soon as the client has closed the connection."""
-    watcher = asyncio.create_task(_fail_when_gone(receive, job))
-    try:
-        yield
-    finally:
-        watcher.cancel()
-        with suppress(asyncio.CancelledError):
-            await watcher
+def watch(receive: Receive, job: Job) -> "asyncio.Task[None]":
+    """Until it is cancelled, the job fails as soon as the client has closed the connection."""
+    return asyncio.create_task(_fail_when_gone(receive, job))
 
 
 async def _fail_when_gone(receive: Receive, job: Job) -> None:
@@ -61,29 +52,33 @@ def _event(data: bytes) -> bytes:
 class EventStream(Response):
     media_type = "text/event-stream"
 
-    def __init__(self, job: Job, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, job: Job, watcher: "asyncio.Task[None]", events: AsyncIterator[bytes]) -> None:
+        """watcher: of the client; both are its own from now on."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._problem: Problem | None = None  # why it ended early
-        self._job, self._events = job, events
+        self._job, self._watcher, self._events = job, watcher, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = asyncio.create_task(self._send(send))
-        loop = asyncio.get_running_loop()
-        self._job.mailbox.on_failure = partial(loop.call_later, LAST_WORDS_S, sender.cancel)
+        mailbox, loop = self._job.mailbox, asyncio.get_running_loop()
+        limit = asyncio.timeout(None)
         try:
-            async with watched(receive, self._job):
-                await asyncio.wait([sender])
+            async with limit:
+                mailbox.on_failure = lambda: limit.reschedule(loop.time() + LAST_WORDS_S)
+                if mailbox.failure is not None:
+                    mailbox.on_failure()
+                await self._send(send)
+        except BaseException:
+            self._problem = mailbox.failure  # who was cut while it waited for the client has said nothing
+            if not limit.expired():
+                raise
         finally:
+            mailbox.on_failure = lambda: None
+            self._watcher.cancel()
             self._job.close()
-            if sender.cancel():
-                await asyncio.wait([sender])
             entry = scope["slipstream"]
-            # A sender that was cut while it waited for the client has said nothing.
-            entry.problem = self._job.mailbox.failure if sender.cancelled() else self._problem
+            entry.problem = self._problem
             entry.fields["completion_tokens"] = self._job.num_output_tokens
-        if not sender.cancelled():
-            sender.result()  # raises what should not have happened
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

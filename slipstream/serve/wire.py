@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SWITCH_INTERVAL_S = 5e-4  # what a thread waits for another one at most: Python's own 5 ms are many steps
 _BUFFER_BYTES = 1 << 22  # that the system is asked to hold: a loop that is busy for a while keeps nobody waiting
-_READ_BYTES = 1 << 20
+_READ_BYTES = 1 << 16  # at once: of a buffer much larger than messages, making it would take longer than reading
 _HEAD = struct.Struct("<Q")
 
 

@@ -1,11 +1,12 @@
 """`bench/serving.py` runs: offline, served and scraped waves of the same requests."""
 
+import json
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from bench import serving
+from bench import serving, serving_front
 
 ENGINE_ALONE = {"tok_per_s", "step_ms", "cpu_us_per_token", "decode_steps", "tokens"}
 
@@ -25,7 +26,26 @@ def test_a_small_run(
     offline, served, scraped = report["rows"]
     assert [row["kind"] for row in report["rows"]] == ["offline", "served", "scraped"]
     assert set(offline) >= ENGINE_ALONE
-    assert offline["tokens"] == served["tokens"] == scraped["tokens"] == sum(serving.lengths(8, 6)) == 48
+    assert offline["tokens"] == served["tokens"] == scraped["tokens"] == sum(serving.lengths(options)) == 48
     assert served["ttft_ms_p50"] > 0 and served["events"] >= 12
     assert served["x"] == pytest.approx(offline["tok_per_s"] / served["tok_per_s"])
     assert "first token" in capsys.readouterr().out
+
+
+def test_clients_are_asked_for_as_much_and_end_together() -> None:
+    options = Namespace(requests=2048, streams=64, clients=4, max_tokens=256)
+    found = serving.lengths(options)
+    assert len(found) == 2048 and sum(found) == pytest.approx(2048 * 256, rel=1e-3)
+    shares = [found[number::4] for number in range(4)]
+    assert max(map(sum, shares)) - min(map(sum, shares)) < 256
+    for share in shares:
+        assert share[-16:] == sorted(share[-16:], reverse=True) and share[:64] != sorted(share[:64], reverse=True)
+
+
+def test_the_server_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "front.json"
+    asked = "--requests 8 --streams 4 --max-tokens 8 --waves 1 --step-ms 1 --clients 2 --chat --out"
+    monkeypatch.setattr("sys.argv", ["serving_front.py", *asked.split(), str(out)])
+    serving_front.main()
+    (wave,) = json.loads(out.read_text())["waves"]
+    assert wave["tokens"] == 64 and wave["server_us_per_request"] > 0 and 0 <= wave["empty"] < 1

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.commit import Delta, Gains
+from slipstream.commit import Delta, Gains, all_joined, joined
 from slipstream.config import SamplingParams
 from slipstream.request import Request
 from slipstream.serve.desk import MOST_STRETCH, Pace
@@ -94,7 +94,7 @@ def test_every_step_by_itself_where_it_was_asked_for() -> None:
     assert [delta.drafted for delta in deltas[:3]] == [2, 2, 2]
     box.put(step({0: (3,)}, u0="length"))
     box.take(0.1)
-    assert not box._by_step
+    assert not box._apart
 
 
 def test_what_nobody_wants_is_forgotten() -> None:
@@ -105,10 +105,25 @@ def test_what_nobody_wants_is_forgotten() -> None:
     box.put(step({0: (2,), 1: (2,)}))
     box.forget([0, 3])
     assert told(box.take(0.0, all_of_it=True)) == [(1, (2,))]
-    assert box._by_step == {1, 2}
+    assert box._apart.keys() == {1, 2}
     box.put(step({1: (2,)}))
     box.clear()
     assert box.take(20.0) == []
+
+
+def test_of_many_steps_as_of_each() -> None:
+    first = step({0: (1, 2), 1: (3,)}, {2: (4,)})
+    wide = step({2: (5,), 0: ()}, u2="length")
+    object.__setattr__(wide, "token_ids_np", np.pad(wide.token_ids_np, ((0, 0), (0, 2))))
+    last = step({0: (6, 7, 8)}, {3: ()}, u3="error")
+    found = all_joined([first, wide, last], {1: 1})
+    assert found == [joined([(first, 0), (wide, 1), (last, 0)]), joined([(first, 2), (wide, 0)]), joined([(last, 1)])]
+    assert [(delta.request.uid, delta.token_ids, delta.finish_reason) for delta in found] == [
+        (0, (1, 2, 6, 7, 8), None), (2, (4, 5), "length"), (3, (), "error"),
+    ]  # fmt: skip
+    assert [delta.accepted for delta in found] == [(True, False, True, True, False), (False, False), ()]
+    assert [(delta.width, delta.drafted) for delta in found] == [(2, 2), (0, 2), (0, 0)]
+    assert all_joined([first], {0: 1, 1: 1, 2: 1}) == []
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -130,3 +145,9 @@ def test_nothing_is_lost_or_turned_round(steps: list[tuple[list[int], bool, int,
     out += box.take(now, all_of_it=True)
     for uid, tokens in wanted.items():
         assert [token for delta in out if delta.request.uid == uid for token in delta.token_ids] == tokens
+
+
+def test_beginnings_and_ends_are_first_of_all() -> None:
+    box = Outbox(0.0)
+    box.put(step({0: (1,), 1: (2,), 2: (3,)}, u2="stop"))
+    assert told(box.take(0.0)) == [(2, (3,)), (0, (1,)), (1, (2,))]
