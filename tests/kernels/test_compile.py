@@ -29,12 +29,12 @@ VARIANTS = {
         "_row_best": 2, "_verdict": 2, "_apply": 1, "_draw": 6, "_finish": 6, "_confidence": 2,
         "_row_stats": 1, "_judge": 3, "_sum_tiles": 3, "_draw_following": 3,  # drafts: certain, of all ids, of some
     },
-    "filters": {  # of bf16 and fp32; over two vocabularies
-        "_find_summits": 2, "_begin": 4, "_narrow": 4, "_count_ties": 2, "_finish": 4, "_row_best": 4, "_verdict": 2,
+    "filters": {  # of bf16 and fp32; over two vocabularies; launched early and not
+        "_find_summits": 4, "_begin": 8, "_narrow": 8, "_count_ties": 4, "_finish": 8, "_row_best": 6, "_verdict": 3,
     },
     "shaping": {"_clear": 1, "_count": 1, "_shaped_row_best": 2, "_verdict": 2, "_shape": 1},
     "deterministic": {
-        "_product": 18, "_rms_norm": 4, "_rope_kernel": 2, "_attention_kernel": 2, "_row_best": 1, "_verdict": 2,
+        "_product": 18, "_rms_norm": 4, "_rope_kernel": 2, "_attention_kernel": 2, "_row_best": 2, "_verdict": 2,
     },
     "reports": {"_tiles": 4, "_join": 4, "_locate": 1},
 }  # fmt: skip
