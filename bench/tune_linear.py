@@ -307,14 +307,14 @@ def step_ms(model: str, num_rows: int, tuned: dict[Any, Any]) -> float:
 
     def run(weights: dict[str, Tensor], half: HalfNormed | None, following: Following | None) -> HalfNormed | None:
         fused_linear(stream, weights["qkv"], norm=norm, eps=1e-5, half=half)
-        half = add_linear(inputs[products[1].num_in], weights["o"], None, stream, Following(norm, weights["gate_up"]))
+        half = add_linear(inputs[products[1].num_in], weights["o"], None, stream, (norm, weights["gate_up"]))
         inner = fused_linear(stream, weights["gate_up"], norm=norm, eps=1e-5, gated=True, half=half)
         return add_linear(inner, weights["down"], None, stream, following)
 
     def run_layers() -> None:
         half = None
         for weights, then in zip(layers, [*layers[1:], None], strict=True):
-            half = run(weights, half, None if then is None else Following(norm, then["qkv"]))
+            half = run(weights, half, None if then is None else (norm, then["qkv"]))
 
     kernels.TUNED = tuned
     layers_us = graph_us([run_layers])

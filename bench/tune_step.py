@@ -4,9 +4,9 @@
     python -m bench.tune_step smollm2 --small runs/model.gguf --out runs/tune-step-smollm2.json
 
 bench/tune_linear.py times a product beside cold weights; in a step it also decides whether a norm is a launch of its own,
-and who waits for whom. A candidate is `TUNED` with some entries replaced, or as it is with every norm a launch (`apart`);
-with norms before products of the library a launch, attention dividing nothing (`divided`); with launches that wait for
-the one before to be over (`late`), that come when it is (`behind`), or beside the last programs of any kernel (`beside`).
+and who waits for whom. A candidate is `TUNED` with some entries replaced, or as it is with every norm a launch (`apart`),
+or with launches that wait for the one before to be over (`late`), that come when it is (`behind`), or beside the last
+programs of any kernel (`beside`).
 Entries of one candidate for different numbers of rows are choices of their own: compare candidates row by row. Engines
 record decoding at the given numbers of rows and nothing else. `linear` is the time in which the library multiplies by
 the weights of a step, and does nothing else. Two minutes at most for each model. `--smoke`: a toy, which is how the tests walk through it.
@@ -30,13 +30,12 @@ from slipstream.config import SpeculativeConfig
 from slipstream.device import shapes
 from slipstream.kernels import early
 from slipstream.kernels import linear as kernels
-from slipstream.kernels.linear import Tile, _tile, choose_tile
+from slipstream.kernels.linear import Tile, _tile
 from slipstream.lab import machine
 from slipstream.lab.ceilings import linear_ms, linear_weights
 from slipstream.lab.report import plain_json
 from slipstream.llm import LLM
 from slipstream.load import Models, load_models
-from slipstream.ops.fused import Following
 from slipstream.rehearse import time_step
 from slipstream.testing import tiny_models
 
@@ -51,9 +50,8 @@ class Candidate:
 
     replaced: Mapping[Size, Sequence[tuple[int, int, Tile | None]]] = field(default_factory=dict)
     norms_apart: bool = False
-    divides: bool = True  # attention, what a library made of rows half normed
     is_early: bool = True  # kernels are launched while the one before ends
-    most_programs: int = early.MOST_PROGRAMS  # of a kernel beside whose last ones they come
+    most_programs: int = early.MOST_PROGRAMS  # of a kernel beside whose last ones others come
 
     def table(self) -> dict[Size, tuple[tuple[int, Tile | None], ...]]:
         found = dict(kernels.TUNED)
@@ -64,15 +62,12 @@ class Candidate:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        reads = self._reads_half_normed if self.norms_apart or not self.divides else kernels.reads_half_normed
+        reads = (lambda *_: False) if self.norms_apart else kernels.reads_half_normed
         with (
             patch.object(kernels, "TUNED", self.table()), patch.object(kernels, "reads_half_normed", reads),
             patch.multiple(early, ENABLED=self.is_early, MOST_PROGRAMS=self.most_programs),
         ):  # fmt: skip
             yield
-
-    def _reads_half_normed(self, num_rows: int, following: Following) -> bool:
-        return not self.norms_apart and choose_tile(num_rows, following.weight, False) is not None
 
 
 def _replaced(
@@ -90,7 +85,6 @@ SMALL_QKV, SMALL_OUT, SMALL_GATE_UP, SMALL_DOWN = (960, 576), (576, 576), (3072,
 APART_AND_NOW = {
     "apart": Candidate(norms_apart=True),
     "late": Candidate(is_early=False),
-    "divided": Candidate(divides=False),
     "behind": Candidate(most_programs=0),
     "beside": Candidate(most_programs=1 << 30),
     "now": Candidate(),

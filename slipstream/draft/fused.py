@@ -68,8 +68,7 @@ class FusedBlockDraft(BlockDraft):
         tiles = Tiles(blocks, num_rows, choose_splits(count, spec.num_kv_heads, self._state.max_len))
         forward = self._forward
 
-        def attend(layer: int, qkv: Tensor, squares: Tensor | None) -> Tensor:
-            assert squares is None, "nobody was told that this divides"
+        def attend(layer: int, qkv: Tensor) -> Tensor:
             return block_attention(
                 qkv, *self.pool.by_page[layer], tiles, self._state.page_table, forward.cos_sin,
                 *forward.head_norms(layer), forward.eps, self._scale, spec.window(layer), self._workspace,

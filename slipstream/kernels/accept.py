@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream import plan
-from slipstream.kernels.early import after_previous, early
 from slipstream.kernels.filters import Cut
 from slipstream.kernels.noise import gumbel_run
 from slipstream.kernels.shape_logits import Shaper, count_tokens, shaped
@@ -58,7 +57,6 @@ def accept_coupled(
         drafts, drafts.stride(0), num_drafts, slots, temperature,
         result, result.stride(0),
         PLACES=triton.next_power_of_2(num_drafts + 1), TILES=triton.next_power_of_2(num_tiles),
-        **early(output_sequence, len(widths)),
     )  # fmt: skip
 
 
@@ -88,9 +86,7 @@ def row_best(
     grid, num_warps = (num_tiles, num_outputs), 4 if block <= 2048 else 8
     if num_outputs and shaping is None:
         cuts = (None, None) if cut is None else (cut.floor, cut.last)
-        _row_best[grid](
-            *rows, *cuts, BLOCK=block, num_warps=num_warps, **early(output_sequence, num_tiles * num_outputs)
-        )  # fmt: skip
+        _row_best[grid](*rows, *cuts, BLOCK=block, num_warps=num_warps)
     elif num_outputs and shaping is not None:
         assert cut is None, "penalties come before filters"
         shaper, drafts = shaping
@@ -109,7 +105,7 @@ def apply(
     num_drafts = result.shape[1] - NUM_VERDICT_COLUMNS - 1
     _apply[(len(slots),)](
         result, result.stride(0), num_drafts, slots, num_given, emits, context, token_ids, token_ids.stride(0),
-        PLACES=triton.next_power_of_2(num_drafts + 1), **early(slots, len(slots)),
+        PLACES=triton.next_power_of_2(num_drafts + 1),
     )  # fmt: skip
 
 
@@ -130,10 +126,8 @@ def tile_size(num_rows: int, num_token_ids: int) -> int:
 def _row_best(
     logits, row_stride, num_token_ids, output_sequence, output_offset, slots, num_given, context, temperature, seed,
     peaks, scores, ids, floors, lasts, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
     """One program: one tile of one row. floors, lasts: of the cuts, or None."""
-    after_previous(EARLY, OVERLAPS)
     tile, row = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(output_sequence + row)
     if sequence >= 0:
@@ -197,10 +191,8 @@ def _verdict(
     peaks, scores, ids, num_tiles, num_outputs, num_token_ids, cu_outputs, widths, emits,
     drafts, drafts_stride, num_drafts, slots, temperature,
     result, result_stride, PLACES: tl.constexpr, TILES: tl.constexpr,
-    EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
     """One program: one sequence, its rows times the tiles of the vocabulary."""
-    after_previous(EARLY, OVERLAPS)
     sequence = tl.program_id(0).to(tl.int64)
     width, is_emitting = tl.load(widths + sequence), tl.load(emits + sequence)
     slot = tl.load(slots + sequence)
@@ -232,9 +224,7 @@ def _verdict(
 def _apply(
     result, result_stride, num_drafts, slots, num_given, emits, context, token_ids, token_ids_stride,
     PLACES: tl.constexpr,
-    EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
-    after_previous(EARLY, OVERLAPS)
     sequence = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PLACES)
     out = result + sequence * result_stride

@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.cache.pages import NULL_PAGE, SCRATCH_PAGE
-from slipstream.kernels.early import after_previous, early
 from slipstream.ops.shape_logits import Shaping
 
 _BLOCK = 128  # elements a program handles at a time: a sequence rarely has more rows, and a prefill gets many programs
@@ -193,7 +192,6 @@ def layout(
         num_sequences, num_rows, len(out.output_rows), len(out.tiles), block_q, draft_stride,
         page_table.stride(0), page_table.shape[1], token_ids.stride(0), token_ids.shape[1],
         PAGE_SIZE=page_size, SCRATCH_PAGE=SCRATCH_PAGE, BLOCK_B=_MAX_SEQUENCES_AT_ONCE, BLOCK=_BLOCK,
-        **early(out.positions, num_sequences + 1),
     )  # fmt: skip
 
 
@@ -208,9 +206,7 @@ def _layout(
     num_sequences, num_rows, num_outputs, num_tiles, block_q, draft_stride,
     page_stride, num_pages, token_stride, num_columns,
     PAGE_SIZE: tl.constexpr, SCRATCH_PAGE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
-    after_previous(EARLY, OVERLAPS)
     b, chunk = tl.program_id(0), tl.program_id(1)
     row_start, output_start, tile_start = _starts(b, num_given, emits, widths, block_q, BLOCK_B)
     if chunk == 0:
@@ -349,17 +345,11 @@ def fill(token_ids: Tensor, draft_index: Tensor, drafts: Tensor) -> None:
     assert drafts.is_contiguous(), drafts.stride()
     num_rows = len(token_ids)
     if num_rows:
-        _fill[(triton.cdiv(num_rows, _BLOCK),)](
-            token_ids, draft_index, drafts, num_rows, BLOCK=_BLOCK, **early(token_ids, 1)
-        )  # fmt: skip
+        _fill[(triton.cdiv(num_rows, _BLOCK),)](token_ids, draft_index, drafts, num_rows, BLOCK=_BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _fill(
-    token_ids, draft_index, drafts, num_rows, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
-):  # fmt: skip
-    after_previous(EARLY, OVERLAPS)
+def _fill(token_ids, draft_index, drafts, num_rows, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(draft_index + row, mask=row < num_rows, other=-1)
     draft = tl.load(drafts + index, mask=index >= 0, other=0)
@@ -380,7 +370,7 @@ def draft_inputs(
     if input_ids.numel():
         _draft_inputs[(triton.cdiv(input_ids.numel(), _BLOCK),)](
             slots, context, token_ids, input_ids, anchors, blocks, input_ids.numel(), num_rows, token_ids.stride(0),
-            mask_token_id, BLOCK=_BLOCK, **early(slots, 1),
+            mask_token_id, BLOCK=_BLOCK,
         )  # fmt: skip
     return input_ids, anchors, blocks
 
@@ -388,9 +378,8 @@ def draft_inputs(
 @triton.jit(do_not_specialize=["size", "num_rows", "mask_token_id"])
 def _draft_inputs(
     slots, context, token_ids, input_ids, anchors, blocks, size, num_rows, token_stride, mask_token_id,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    after_previous(EARLY, OVERLAPS)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b, row = i // num_rows, i % num_rows
     slot = tl.load(slots + b, mask=i < size, other=0)

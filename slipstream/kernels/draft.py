@@ -10,7 +10,6 @@ confidence head. Called by the engine's GPU path; knows nothing of pages or hidd
 Letters in shapes: D padded decoding sequences, d drafts of S at most, Vd draft vocabulary, V target vocabulary, r rank.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.early import after_previous, early
 from slipstream.kernels.noise import draft_gumbel_run, gumbel_at, gumbel_run
 from slipstream.kernels.reject import KeptLaw
 
@@ -64,22 +62,20 @@ def draft_chain(
     numbers = (None, None, 0) if law is None else (law.peak, law.mass, law.peak.stride(0))
     size = num_drafts * num_sequences * shape.num_tiles if reads else 0
     parts = [torch.empty(size, dtype=torch.float32, device=base_logits.device) for _ in range(3)]
-    grid = shape.num_tiles, triton.cdiv(num_sequences, shape.block_d), 1 if rank else num_drafts
     for position in range(num_drafts if rank else 1):
-        _draw[grid](
+        _draw[(shape.num_tiles, triton.cdiv(num_sequences, shape.block_d), 1 if rank else num_drafts)](
             base_logits, base_logits.stride(0), base_logits.stride(1), markov_w1, markov_w2, rank, anchors, token_ids,
             num_columns, num_sequences, position, slots, context, temperature, seed,
             workspace, *parts, shape.span, *kept,
             SAMPLE=sample, KEEPS=keeps, READS=reads, IS_MAPPED=token_ids is not None,
             BLOCK_D=shape.block_d, BLOCK_V=shape.block_v, RANK=shape.rank, num_warps=shape.num_warps,
-            **early(slots, math.prod(grid)),
         )  # fmt: skip
     _finish[(num_sequences, num_drafts)](
         workspace, *parts, shape.num_tiles, shape.span, anchors, token_ids, num_columns,
         num_sequences, num_drafts, slots, temperature,
         drafts, drafts.stride(0), prob, prob.stride(0), previous, previous.stride(0), *numbers,
         SIGNAL=kind, KEEPS=keeps, READS=reads, IS_MAPPED=token_ids is not None,
-        TILES=triton.next_power_of_2(shape.num_tiles), num_warps=1, **early(slots, num_sequences * num_drafts),
+        TILES=triton.next_power_of_2(shape.num_tiles), num_warps=1,
     )  # fmt: skip
 
 
@@ -97,7 +93,7 @@ def confidence(
     _confidence[(num_sequences, num_drafts)](
         hidden, hidden.stride(0), hidden.stride(1), width, previous, previous.stride(0), markov_w1, rank, weight, bias,
         out, out.stride(0), HAS_BIAS=bias is not None, BLOCK=min(4096, triton.next_power_of_2(width)),
-        RANK=triton.next_power_of_2(rank) if rank else 0, **early(hidden, num_sequences * num_drafts),
+        RANK=triton.next_power_of_2(rank) if rank else 0,
     )  # fmt: skip
 
 
@@ -185,10 +181,8 @@ def _draw(
     words, peaks, masses, chosens, span, law, law_stride, law_place_stride,
     SAMPLE: tl.constexpr, KEEPS: tl.constexpr, READS: tl.constexpr, IS_MAPPED: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, RANK: tl.constexpr,
-    EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
     """One program: BLOCK_D sequences, `span` columns, one position."""
-    after_previous(EARLY, OVERLAPS)
     tile = tl.program_id(0)
     position += tl.program_id(2)
     sequence = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -274,10 +268,8 @@ def _finish(
     num_sequences, num_drafts, slots, temperature,
     drafts, drafts_stride, prob, prob_stride, previous, previous_stride, law_peaks, law_masses, peak_stride,
     SIGNAL: tl.constexpr, KEEPS: tl.constexpr, READS: tl.constexpr, IS_MAPPED: tl.constexpr, TILES: tl.constexpr,
-    EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
     """One program: one draft. Clears its word for the next call."""
-    after_previous(EARLY, OVERLAPS)
     sequence, position = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = position * num_sequences + sequence
     column = _unpack_column(tl.load(words + at), num_columns)
@@ -317,10 +309,8 @@ def _finish(
 def _confidence(
     hidden, sequence_stride, position_stride, width, previous, previous_stride, w1, rank, weight, bias,
     out, out_stride, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr,
-    EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
     """One program: one draft."""
-    after_previous(EARLY, OVERLAPS)
     sequence, position = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = hidden + sequence * sequence_stride + position * position_stride
     total = tl.full((), 0.0, tl.float32)

@@ -1,11 +1,11 @@
 """Kernels that are launched while the one before them ends (programmatic dependent launch, since Hopper).
 
 Getting programs onto the device takes about a microsecond after the last one of the kernel before has left, and a step of
-a small model is a chain of hundreds. A kernel that says `**early(x)` is brought there meanwhile, and before its programs
+a small model is a chain of hundreds. A kernel that says `**early(x, n)` is brought there meanwhile, and before its programs
 touch memory they wait for all of the kernel before (`after_previous`): every program, whatever it does next, since who
-comes after it relies on that. Where kernels overlap, programs come as soon as there is room beside the last ones of the
-kernel before, and a product's have the first of their weight, which nobody changes, fetched before they wait. With many
-rows, whose products are a library's, and elsewhere launches are as usual.
+comes after it relies on that. Where a kernel overlaps, programs of the next one come as soon as there is room beside its
+last ones, and a product's have the first of their weight, which nobody changes, fetched before they wait. With many rows,
+whose products are a library's, and elsewhere launches are as usual.
 """
 
 from functools import cache
@@ -21,37 +21,41 @@ _HOPPER = 9
 # Plain steps of SmolLM2 on an H200 (bench/results/tune-step-smollm2-h200.json), ms with and without: 1 row 0.66, 0.70; 32
 # rows 0.69, 0.73; 128 rows 0.98, 1.01; 256 rows 1.35, 1.29.
 _MOST_ROWS = 128
-# Programs of a kernel that others may come beside: one a multiprocessor of an H100 or H200. Where several have to go before
-# there is room, those of the next kernel crowd where they went first.
+# Programs of a kernel beside which others may come: one a multiprocessor of an H100 or H200. Where several have to go
+# before there is room, those of the next kernel crowd where they went first.
 MOST_PROGRAMS = 132
 _LINE_BYTES = tl.constexpr(128)
 ENABLED = True  # bench/tune_step.py measures what it brings
 
 
 def early(rows: Tensor, num_programs: int) -> dict[str, Any]:
-    """Options of a launch over these rows, [R, ...]. num_programs: of those that have work."""
+    """Arguments of a launch over these rows, [R, any]; num_programs: of those that have work.
+
+    `overlaps` is no constant, so that there are not twice as many kernels to be compiled.
+    """
     if not (ENABLED and len(rows) <= _MOST_ROWS and _can(rows.device)):
-        return {}
-    return {"EARLY": True, "OVERLAPS": num_programs <= MOST_PROGRAMS, "launch_pdl": True}
+        return {"overlaps": 0}
+    return {"overlaps": int(num_programs <= MOST_PROGRAMS), "EARLY": True, "launch_pdl": True}
 
 
 @triton.jit
-def after_previous(EARLY: tl.constexpr, OVERLAPS: tl.constexpr):
+def after_previous(overlaps, EARLY: tl.constexpr):
     """Wait for the kernel before; from then on the next one's programs may come."""
     if EARLY:
         gdc_wait()
-    if OVERLAPS:
-        gdc_launch_dependents()
+        if overlaps != 0:
+            gdc_launch_dependents()
 
 
 @triton.jit
-def fetch(rows, LINES: tl.constexpr):
+def fetch(rows, overlaps, LINES: tl.constexpr):
     """Have the first LINES lines of memory of each of `rows`, [n] pointers, brought to the second-level cache."""
-    step: tl.constexpr = _LINE_BYTES // (rows.dtype.element_ty.primitive_bitwidth // 8)
-    at = rows[:, None] + (tl.arange(0, LINES) * step)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
+    if overlaps != 0:
+        step: tl.constexpr = _LINE_BYTES // (rows.dtype.element_ty.primitive_bitwidth // 8)
+        at = rows[:, None] + (tl.arange(0, LINES) * step)[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @cache

@@ -22,8 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.early import after_previous, early
-
 _INF = tl.constexpr(float("inf"))
 _BOUNDS = 16
 BOUNDS = tl.constexpr(_BOUNDS)
@@ -81,19 +79,12 @@ def cut_rows(
     sizes: dict[str, int] = {"UNUSED": unused_bits, "TILE": tile, "num_warps": 4}
     whole, at_once = {"TILES": triton.next_power_of_2(num_tiles)}, min(_TOKENS_AT_ONCE, tile)
     grid = triton.cdiv(num_tiles, tiles_each), count
-    all_programs, a_row_each = early(output_sequence, grid[0] * count), early(output_sequence, count)
-    _find_summits[grid](*rows, min_p, *tiles, TILE=tile, num_warps=4, **all_programs)
-    _begin[(count,)](
-        *rows[2:], min_p, summits, num_tiles, *search, UNUSED=unused_bits, **whole, num_warps=4, **a_row_each
-    )  # fmt: skip
+    _find_summits[grid](*rows, min_p, *tiles, TILE=tile, num_warps=4)
+    _begin[(count,)](*rows[2:], min_p, summits, num_tiles, *search, UNUSED=unused_bits, **whole, num_warps=4)
     for step in range(2 * passes):
-        _narrow[grid](
-            *rows, *tiles, *search, step, passes, IS_SHARE=step >= passes, AT_ONCE=at_once, **sizes, **all_programs
-        )  # fmt: skip
-    _count_ties[grid](*rows, *tiles, *search, passes, ties, **sizes, **all_programs)
-    _finish[(count,)](
-        *rows, min_p, num_tiles, *search, passes, ties, cut.floor, cut.last, **sizes, **whole, **a_row_each
-    )  # fmt: skip
+        _narrow[grid](*rows, *tiles, *search, step, passes, IS_SHARE=step >= passes, AT_ONCE=at_once, **sizes)
+    _count_ties[grid](*rows, *tiles, *search, passes, ties, **sizes)
+    _finish[(count,)](*rows, min_p, num_tiles, *search, passes, ties, cut.floor, cut.last, **sizes, **whole)
     return cut
 
 
@@ -212,10 +203,8 @@ def _state(
 def _find_summits(
     logits, row_stride, num_token_ids, output_sequence, slots, temperature, top_k, top_p, min_p, summits, num_tiles,
     tiles_each, TILE: tl.constexpr,
-    EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
     """One program: the largest logit of each of some tiles of one row; NaN counts as +inf, as it does in acceptance."""
-    after_previous(EARLY, OVERLAPS)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     sequence = tl.load(output_sequence + row)
     if sequence >= 0:
@@ -233,10 +222,8 @@ def _find_summits(
 def _begin(
     num_token_ids, output_sequence, slots, temperature, top_k, top_p, min_p, summits, num_tiles, peaks, brackets,
     amounts, sums, UNUSED: tl.constexpr, TILES: tl.constexpr,
-    EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
     """One program: where the search in one row begins."""
-    after_previous(EARLY, OVERLAPS)
     row, num_outputs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     sequence = tl.load(output_sequence + row)
     if sequence >= 0:
@@ -267,10 +254,8 @@ def _narrow(
     logits, row_stride, num_token_ids, output_sequence, slots, temperature, top_k, top_p, summits, num_tiles,
     tiles_each, peaks, brackets, amounts, sums, step, passes, IS_SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
     UNUSED: tl.constexpr, TILE: tl.constexpr,
-    EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
     """One program: some tiles of one row, of which it adds up what lies at or above each bound of this step."""
-    after_previous(EARLY, OVERLAPS)
     part, row, num_outputs = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     sequence = tl.load(output_sequence + row)
     if sequence >= 0:
@@ -315,10 +300,8 @@ def _narrow(
 def _count_ties(
     logits, row_stride, num_token_ids, output_sequence, slots, temperature, top_k, top_p, summits, num_tiles,
     tiles_each, peaks, brackets, amounts, sums, passes, ties, UNUSED: tl.constexpr, TILE: tl.constexpr,
-    EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
     """One program: some tiles of one row, and how many tokens of each have the logit that was found."""
-    after_previous(EARLY, OVERLAPS)
     part, row, num_outputs = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     sequence = tl.load(output_sequence + row)
     if sequence >= 0:
@@ -345,10 +328,8 @@ def _finish(
     logits, row_stride, num_token_ids, output_sequence, slots, temperature, top_k, top_p, min_p, num_tiles, peaks,
     brackets, amounts, sums, passes, ties, floors, lasts, UNUSED: tl.constexpr, TILE: tl.constexpr,
     TILES: tl.constexpr,
-    EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
     """One program: the cut of one row."""
-    after_previous(EARLY, OVERLAPS)
     row, num_outputs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     sequence = tl.load(output_sequence + row)
     if sequence >= 0:

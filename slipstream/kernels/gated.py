@@ -3,8 +3,6 @@
 Called by `kernels.linear` after a product that a library made; products of few rows have it built in.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -15,18 +13,11 @@ from slipstream.kernels.early import after_previous, early
 _BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["overlaps"])
 def _silu_mul(
-    both,
-    out,
-    both_stride,
-    out_stride,
-    INNER: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr = False,
-    OVERLAPS: tl.constexpr = False,
+    both, out, both_stride, out_stride, overlaps, INNER: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False
 ):
-    after_previous(EARLY, OVERLAPS)
+    after_previous(overlaps, EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < INNER
@@ -43,13 +34,7 @@ def silu_mul(both: Tensor, out: Tensor | None = None) -> Tensor:
     if num_rows:
         grid = (num_rows, triton.cdiv(inner, _BLOCK))
         _silu_mul[grid](
-            both,
-            out,
-            both.stride(0),
-            out.stride(0),
-            INNER=inner,
-            BLOCK=_BLOCK,
-            num_warps=4,
-            **early(both, math.prod(grid)),
-        )
+            both, out, both.stride(0), out.stride(0), INNER=inner, BLOCK=_BLOCK, num_warps=4,
+            **early(both, grid[0] * grid[1]),
+        )  # fmt: skip
     return out

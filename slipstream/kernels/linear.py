@@ -11,9 +11,8 @@ cannot, and who writes the row applies it: a product into the residual stream st
 weight of the norm that reads them next, with sums of squares of what it stored (`HalfNormed`). So loops are those of
 products without a norm. Folding the norm's weight into the matrix behind it instead would save that store, of rows that
 are nothing beside a matrix, but round every weight once more and change what others read: copies, files, and a drafter
-whose keys lie behind two norms. A library multiplies such rows as well, but cannot divide: attention does, which reads
-what the first product of a layer makes (`heads_linear`). Where nobody did half of it (behind an embedding, or a
-library), rows are multiplied in the loop, or before the product.
+whose keys lie behind two norms. Where nobody did half of it (behind an embedding, or a library), rows are multiplied in
+the loop, or before the product.
 
 How a product is cut up depends on the number of rows, and its rounding with it; `deterministic_linear` has one way for
 each weight. Called by the networks of the GPU backend; reference and signature: `ops.fused.fused_linear`.
@@ -28,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.early import after_previous, early, fetch
+from slipstream.kernels.early import MOST_PROGRAMS, after_previous, early, fetch
 from slipstream.kernels.gated import silu_mul
 from slipstream.kernels.norm import rms_norm
 from slipstream.ops.fused import Following, HalfNormed, Products
@@ -113,14 +112,14 @@ def _load(pointers, mask, MASKED: tl.constexpr):
         return tl.load(pointers)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "overlaps"])
 def _product(
     x, weight, bias, norm, squares, residual, out, next_norm, next_rows, next_squares,
-    num_rows, x_stride, out_stride, eps,
+    num_rows, x_stride, out_stride, eps, overlaps,
     NUM_OUT: tl.constexpr, NUM_IN: tl.constexpr, GATED: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr,
     ROWS_FIRST: tl.constexpr, LINES: tl.constexpr,
-    EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Program (i, j), or (j, i): BLOCK_N rows of the weight (gate and up in turns if gated) for BLOCK_M rows of x.
 
@@ -136,9 +135,9 @@ def _product(
     else:
         weight_ids = tl.minimum(columns, NUM_OUT - 1)
     weight_rows = weight + weight_ids.to(tl.int64) * NUM_IN
-    if OVERLAPS:
-        fetch(weight_rows, LINES)
-    after_previous(EARLY, OVERLAPS)
+    if EARLY:
+        fetch(weight_rows, overlaps, LINES)
+    after_previous(overlaps, EARLY)
     rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     x_rows = x + (rows % num_rows).to(tl.int64) * x_stride
 
@@ -242,30 +241,24 @@ def add_linear(
     if tile is None:
         _library(x, weight, bias, None, 0.0, residual, False, None)
         return None
-    if following is None or not reads_half_normed(x.shape[0], following):
+    if following is None or not reads_half_normed(x.shape[0], following[1]):
         tiled_linear(x, weight, bias, tile, residual=residual)
         return None
     half = HalfNormed(
         torch.empty(residual.shape, dtype=residual.dtype, device=residual.device),
         torch.empty(len(x), triton.cdiv(len(weight), tile.columns), dtype=torch.float32, device=residual.device),
     )
-    tiled_linear(x, weight, bias, tile, residual=residual, into=(following.norm, half))
+    tiled_linear(x, weight, bias, tile, residual=residual, into=(following[0], half))
     return half
 
 
-def heads_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, norm: Tensor, eps: float, half: HalfNormed | None
-) -> tuple[Tensor, Tensor | None]:
-    """`ops.fused.heads_linear`, which see: the library cannot divide, and attention reads each row anyway."""
-    if half is None or choose_tile(x.shape[0], weight, False) is not None:
-        return fused_linear(x, weight, bias, norm=norm, eps=eps, half=half), None
-    assert bias is None, "a bias is added to what is divided already"
-    return torch.mm(half.rows, weight.t()), half.squares
+def reads_half_normed(num_rows: int, weight: Tensor) -> bool:
+    """Whether the product with this weight takes rows half normed: the library knows only normed ones.
 
-
-def reads_half_normed(num_rows: int, following: Following) -> bool:
-    """Whether this product takes rows half normed: the library does where somebody else divides."""
-    return following.divides or choose_tile(num_rows, following.weight, False) is not None
+    Nor where it has many programs, each of which would add up the squares: a norm's launch overlaps with both neighbours.
+    """
+    tile = choose_tile(num_rows, weight, False)
+    return tile is not None and triton.cdiv(len(weight), tile.columns) <= MOST_PROGRAMS
 
 
 def choose_tile(num_rows: int, weight: Tensor, has_norm: bool) -> Tile | None:
@@ -302,13 +295,6 @@ def deterministic_add(
 ) -> None:
     """`add_linear` by `deterministic_linear`; norms stay launches of their own."""
     deterministic_linear(x, weight, bias, residual=residual)
-
-
-def deterministic_heads(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, norm: Tensor, eps: float, half: HalfNormed | None
-) -> tuple[Tensor, None]:
-    """`heads_linear` by `deterministic_linear`."""
-    return deterministic_linear(x, weight, bias, norm=norm, eps=eps), None
 
 
 def deterministic_tile(weight: Tensor, has_norm: bool) -> Tile:
@@ -417,5 +403,5 @@ def _library(
     return silu_mul(y, out) if residual is None else residual.add_(silu_mul(y))
 
 
-FUSED = Products(fused_linear, add_linear, heads_linear)
-DETERMINISTIC = Products(deterministic_linear, deterministic_add, deterministic_heads)
+FUSED = Products(fused_linear, add_linear)
+DETERMINISTIC = Products(deterministic_linear, deterministic_add)

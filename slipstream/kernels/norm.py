@@ -12,20 +12,12 @@ from torch import Tensor
 from slipstream.kernels.early import after_previous, early
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["overlaps"])
 def _rms_norm(
-    x,
-    weight,
-    out,
-    x_stride,
-    out_stride,
-    eps,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, weight, out, x_stride, out_stride, eps, overlaps, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr = False,
-    OVERLAPS: tl.constexpr = False,
-):
-    after_previous(EARLY, OVERLAPS)
+):  # fmt: skip
+    after_previous(overlaps, EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -43,7 +35,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if num_rows:
         block = triton.next_power_of_2(size)
         _rms_norm[(num_rows,)](
-            x, weight, out, x.stride(0), out.stride(0), eps, SIZE=size, BLOCK=block, num_warps=_num_warps(block), **early(x, num_rows)
+            x, weight, out, x.stride(0), out.stride(0), eps, SIZE=size, BLOCK=block, num_warps=_num_warps(block),
+            **early(x, num_rows),
         )  # fmt: skip
     return out
 

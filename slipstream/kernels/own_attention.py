@@ -38,19 +38,17 @@ _REGISTERS_OF_FEW_WARPS = 168
 def decode_attention(
     qkv: Tensor, key_pages: Tensor, value_pages: Tensor, tiles: Tiles, page_table: Tensor, cos_sin: Tensor,
     q_norm: Tensor | None, k_norm: Tensor | None, eps: float, kv_slots: Tensor, scale: float, window: int | None,
-    workspace: Workspace, *, lengths: tuple[Tensor, int] | None = None, out: Tensor | None = None,
-    launch: Launch | None = None,
+    workspace: Workspace, *, out: Tensor | None = None, launch: Launch | None = None,
 ) -> Tensor:  # fmt: skip
     """`rope_and_store`, then `paged_attention`, where no sequence has a second tile: [R, (nh + 2 nkv) hd] -> [R, nh * hd].
 
     qkv is as projected and stays so; keys and values of rows that belong to a tile go to kv_slots [R] int64. A row
-    stands at its tile's position and so many further; beyond the table cos_sin it is turned as the table's last.
-    lengths: rows are divided first, by sqrt(mean + eps) of the rows that they were made of, given as sums of squares
-    [R, parts] fp32 contiguous and the size of those rows. The other arguments are those of the two.
+    stands at its tile's position and so many further; beyond the table cos_sin it is turned as the table's last. The
+    other arguments are those of the two.
     """
     return _run(
         qkv, key_pages, value_pages, tiles, page_table, cos_sin, q_norm, k_norm, eps, kv_slots, scale, window,
-        workspace, out, launch, lengths,
+        workspace, out, launch,
     )  # fmt: skip
 
 
@@ -67,7 +65,7 @@ def block_attention(
     """
     return _run(
         qkv, key_pages, value_pages, blocks, page_table, cos_sin, q_norm, k_norm, eps, None, scale, window, workspace,
-        None, launch, None,
+        None, launch,
     )  # fmt: skip
 
 
@@ -75,25 +73,20 @@ def _run(
     qkv: Tensor, key_pages: Tensor, value_pages: Tensor, tiles: Tiles, page_table: Tensor, cos_sin: Tensor,
     q_norm: Tensor | None, k_norm: Tensor | None, eps: float, kv_slots: Tensor | None, scale: float,
     window: int | None, workspace: Workspace, out: Tensor | None, launch: Launch | None,
-    lengths: tuple[Tensor, int] | None,
 ) -> Tensor:  # fmt: skip
     (num_rows, width), head_dim, num_kv_heads = qkv.shape, cos_sin.shape[1], key_pages.shape[2]
     num_heads = width // head_dim - 2 * num_kv_heads
     assert width % head_dim == 0 and num_heads % num_kv_heads == 0 and qkv.stride(1) == 1, (qkv.shape, qkv.stride())
     assert (q_norm is None) == (k_norm is None) and cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
     options = launch_options(num_heads, head_dim, qkv.dtype, key_pages, value_pages, tiles, workspace, launch)
-    squares, size = lengths or (None, 1)
-    assert squares is None or (squares.is_contiguous() and len(squares) == num_rows), "squares of other rows"
-    num_parts = 1 if squares is None else squares.shape[1]
     out = qkv.new_empty(num_rows, num_heads * head_dim) if out is None else out
     _own_rows_kernel[(num_kv_heads, tiles.num_splits, len(tiles.records))](
         out, qkv, key_pages, value_pages, tiles.records, page_table,
         cos_sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
-        tiles.records if kv_slots is None else kv_slots, squares,
+        tiles.records if kv_slots is None else kv_slots,
         workspace.partials, workspace.stats, workspace.arrivals,
         qkv.stride(0), out.stride(0), page_table.stride(0), page_table.shape[1], len(cos_sin),
-        window or 0, scale * LOG2_E, eps, SIZE=size, NUM_PARTS=num_parts,
-        BLOCK_P=triton.next_power_of_2(num_parts), ONE_ROW=tiles.block_q == 1,
+        window or 0, scale * LOG2_E, eps,
         HAS_WINDOW=window is not None, NORMS=q_norm is not None, STORES=kv_slots is not None,
         OWN_N=max(16, triton.next_power_of_2(tiles.block_q)), **options, **early(qkv, num_kv_heads * len(tiles.records)),
         maxnreg=_REGISTERS_OF_FEW_WARPS if options["num_warps"] == 2 else None,
@@ -101,21 +94,21 @@ def _run(
     return out
 
 
-@triton.jit(do_not_specialize=[*VARYING, "max_position"])
+@triton.jit(do_not_specialize=[*VARYING, "max_position", "overlaps"])
 def _own_rows_kernel(
-    out, qkv, key_pages, value_pages, records, page_table, cos_sin, q_norm, k_norm, kv_slots, squares,
+    out, qkv, key_pages, value_pages, records, page_table, cos_sin, q_norm, k_norm, kv_slots,
     partials, stats, arrivals,
     row_stride, out_stride, table_stride, table_columns, max_position, window, scale, eps, num_splits, min_split_log2,
-    SIZE: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_P: tl.constexpr, ONE_ROW: tl.constexpr,
+    overlaps,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, OWN_N: tl.constexpr, CHUNK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    NORMS: tl.constexpr, STORES: tl.constexpr, MERGED: tl.constexpr, EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
+    NORMS: tl.constexpr, STORES: tl.constexpr, MERGED: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """As `_attention_kernel`, over the pages before the tile's rows; the last split also takes the rows themselves.
 
     OWN_N: rows of a tile, padded. STORES tells a decoding tile, whose rows are causal, from a drafter's block.
     """
-    after_previous(EARLY, OVERLAPS)
+    after_previous(overlaps, EARLY)
     kv_head, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row_base, num_rows, slot, start = read_record(records, tile)
     begin = tl.maximum(start - window + 1, 0) if HAS_WINDOW else 0
@@ -146,20 +139,6 @@ def _own_rows_kernel(
     key_cos, key_sin = _angles(cos_sin, tl.minimum(start + own, max_position - 1), dim, wanted, HEAD_DIM)
     if STORES:
         own_slots = tl.load(kv_slots + row_base + own, mask=own_rows, other=0)
-    if squares is not None:
-        part = tl.arange(0, BLOCK_P)
-        if ONE_ROW:
-            parts = tl.load(squares + row_base * NUM_PARTS + part, mask=part < NUM_PARTS, other=0.0)
-            of_query = tl.rsqrt(tl.sum(parts, 0) / SIZE + eps)
-            of_key = of_query
-        else:
-            at = squares + ((row_base + own) * NUM_PARTS)[:, None] + part[None, :]
-            parts = tl.load(at, mask=(own < num_rows)[:, None] & (part < NUM_PARTS)[None, :], other=0.0)
-            factor = tl.rsqrt(tl.sum(parts, 1) / SIZE + eps)
-            of_key = factor[:, None]
-            of_query = tl.sum(tl.where(own[None, :] == row[:, None], factor[None, :], 0.0), 1)[:, None]
-        query, query_pair = query * of_query, query_pair * of_query
-        key, key_pair, own_values = key * of_key, key_pair * of_key, own_values.to(tl.float32) * of_key
     if NORMS:
         # As large as the heads: rows of one element would bring a layout of their own, and all tiles into it.
         query_weight, query_pair_weight = _load_pairs(q_norm + tl.zeros_like(row)[:, None], dim, kept, HEAD_DIM)

@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.early import after_previous, early
-
 # Heads that a program (of one warp) turns, by the rows of the launch: a single row's work needs many processors, with
 # many rows the processors are full anyway. H200: 1 row of 32 heads of 128 2.54 us by 2, 2.70 by 4; 256 rows 4.25 by 8,
 # 4.87 by 4; 256 rows of 9 heads of 64 2.99 by 8, 3.15 by 4.
@@ -66,7 +64,6 @@ def store_context(
             kv.stride(0), keys.stride(0), cos_sin.shape[0], eps,
             NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
             HEADS=triton.next_power_of_2(num_kv_heads), HALF=triton.next_power_of_2(head_dim // 2), num_warps=1,
-            **early(kv, num_rows * num_layers),
         )  # fmt: skip
 
 
@@ -113,10 +110,8 @@ def _context_kernel(
     kv, positions, cos_sin, k_norms, keys, values, kv_slots,
     row_stride, layer_stride, max_position, eps,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-    EARLY: tl.constexpr = False, OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
     """One program: keys and values of one row in one layer."""
-    after_previous(EARLY, OVERLAPS)
     row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     head, pair = tl.arange(0, HEADS), tl.arange(0, HALF)
     inside = (head < NUM_KV_HEADS)[:, None] & (pair < HEAD_DIM // 2)[None, :]

@@ -23,11 +23,8 @@ from slipstream.ops.fused import Following, HalfNormed, Products
 class PackedAttend(Protocol):
     """Everything between the projections of a layer, given by whoever owns the keys and values."""
 
-    def __call__(self, layer: int, qkv: Tensor, squares: Tensor | None) -> Tensor:
-        """qkv [R, (nh + 2 nkv) hd] as projected, which may be overwritten -> [R, nh * hd].
-
-        squares [R, parts]: its rows are still to be divided by the length that these give, see `ops.fused.HalfNormed`.
-        """
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        """qkv [R, (nh + 2 nkv) hd] as projected, which may be overwritten -> [R, nh * hd]."""
         ...
 
 
@@ -47,20 +44,17 @@ class FusedDecoder:
         attention = self._layers[layer].self_attn
         return _weight(attention.q_norm), _weight(attention.k_norm)
 
-    def forward(
-        self, token_ids: Tensor, attend: PackedAttend, taps: dict[int, Tensor], stream: Tensor, divides: bool = False
-    ) -> Tensor:
+    def forward(self, token_ids: Tensor, attend: PackedAttend, taps: dict[int, Tensor], stream: Tensor) -> Tensor:
         """token_ids [R] -> the residual stream [R, H] before the final norm, in `stream`.
 
         taps: layer -> where its residual stream goes, [R, H]; -1 is the embedding's output (`Decoder.forward`).
-        divides: `attend` takes rows that are not divided yet.
         """
         x = torch.index_select(self.embedding, 0, token_ids, out=stream)
         if -1 in taps:
             taps[-1].copy_(x)
         half = None
         for index, layer in enumerate(self._layers):
-            half = _run_layer(self._products, layer, index, x, half, attend, _following(self._layers, index, divides))
+            half = _run_layer(self._products, layer, index, x, half, attend, _following(self._layers, index))
             if index in taps:
                 taps[index].copy_(x)
         return x
@@ -97,7 +91,7 @@ class FusedDrafter:
         x = F.embedding(input_ids, network.embedding_weight).to(network.dtype)
         half = None
         for index, layer in enumerate(self._layers):
-            half = _run_layer(self._products, layer, index, x, half, attend, _following(self._layers, index, False))
+            half = _run_layer(self._products, layer, index, x, half, attend, _following(self._layers, index))
         out: Tensor = network.norm(x)
         return out
 
@@ -125,22 +119,20 @@ def _run_layer(
     attention, mlp = layer.self_attn, layer.mlp
     before, between = layer.input_layernorm, layer.post_attention_layernorm
     qkv, o, gate_up, down = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
-    heads, squares = products.heads(x, qkv.weight, qkv.bias, norm=before.weight, eps=before.eps, half=half)
-    attended = attend(index, heads, squares)
-    half = products.add(attended, o.weight, o.bias, x, Following(between.weight, gate_up.weight))
+    heads = products.linear(x, qkv.weight, qkv.bias, norm=before.weight, eps=before.eps, half=half)
+    half = products.add(attend(index, heads), o.weight, o.bias, x, (between.weight, gate_up.weight))
     inner = products.linear(
         x, gate_up.weight, gate_up.bias, norm=between.weight, eps=between.eps, gated=True, half=half
     )
     return products.add(inner, down.weight, down.bias, x, following)
 
 
-def _following(layers: list[Any], index: int, divides: bool) -> Following | None:
+def _following(layers: list[Any], index: int) -> Following | None:
     """Who reads what this layer adds to the stream; the norm behind the last layer is nobody's prologue."""
     if index + 1 == len(layers):
         return None
     layer = layers[index + 1]
-    qkv = layer.self_attn.qkv_proj  # a bias is added to what is divided already
-    return Following(layer.input_layernorm.weight, qkv.weight, divides and qkv.bias is None)
+    return layer.input_layernorm.weight, layer.self_attn.qkv_proj.weight
 
 
 def _weight(norm: RMSNorm | None) -> Tensor | None:

@@ -7,7 +7,7 @@ through a backend.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +16,7 @@ from torch import Tensor
 from slipstream.ops.linear import linear
 from slipstream.ops.norm import rms_norm
 
-
-class Following(NamedTuple):
-    """Who reads the residual stream next."""
-
-    norm: Tensor  # [H]
-    weight: Tensor  # [O, H] of the product behind the norm
-    divides: bool = False  # attention, which takes what this product makes of rows half normed, see `heads_linear`
+Following: TypeAlias = tuple[Tensor, Tensor]  # weights of a norm [H] and of the product behind it [O, H]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +33,6 @@ class Products:
 
     linear: Callable[..., Tensor]
     add: Callable[..., HalfNormed | None]
-    heads: Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def fused_linear(
@@ -87,14 +80,4 @@ def add_linear(
     if following is None:
         return None
     wide = residual.float() if residual.dtype != torch.float64 else residual
-    return HalfNormed((wide * following.norm).to(residual.dtype), wide.square().sum(1, keepdim=True))
-
-
-def heads_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, norm: Tensor, eps: float, half: HalfNormed | None
-) -> tuple[Tensor, Tensor | None]:
-    """n(x) weight^T + bias as `fused_linear` makes it, and None; or, of rows half normed, undivided, and their squares.
-
-    Only where `add_linear` was told that who reads the product divides.
-    """
-    return fused_linear(x, weight, bias, norm=norm, eps=eps, half=half), None
+    return HalfNormed((wide * following[0]).to(residual.dtype), wide.square().sum(1, keepdim=True))

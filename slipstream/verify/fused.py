@@ -22,7 +22,6 @@ from slipstream.verify.target import Forwarded
 # Pairs of sequence and KV head up to which rows turn and store their keys inside attention. H200, rotation apart against
 # within, us: Qwen3-8B at 32 x 256 tokens 15.2 / 14.1, at 256 x 256 76.6 / 86.9 (fewer programs fit beside each other).
 MOST_FUSED_PAIRS = 1024
-MOST_DIVIDED_ROWS = 8  # of a tile whose rows attention divides as well; of larger ones registers would spill
 
 
 class FusedTarget:
@@ -55,16 +54,10 @@ class FusedTarget:
         features = self._features[: shape.num_rows]
         taps = {layer: features[:, i] for i, layer in enumerate(self._taps)}
 
-        # One tile a sequence: nobody waits for the keys of another tile.
-        brings = shape.decode_only and shape.num_sequences * self._spec.num_kv_heads <= MOST_FUSED_PAIRS
-        brings = brings and not self._deterministic
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            return self._attend(batch, shape, layer, qkv)
 
-        def attend(layer: int, qkv: Tensor, squares: Tensor | None) -> Tensor:
-            return self._attend(batch, layer, qkv, squares, brings)
-
-        divides = brings and batch.tiles.block_q <= MOST_DIVIDED_ROWS
-        divides = divides and self._stream.dtype != torch.float16  # undivided, a row may be beyond its range
-        x = stream = self._forward.forward(token_ids, attend, taps, self._stream[: shape.num_rows], divides)
+        x = stream = self._forward.forward(token_ids, attend, taps, self._stream[: shape.num_rows])
         assert stream.data_ptr() == self._stream.data_ptr(), "layers work in place: reports find the rows there"
         if not shape.decode_only:
             x = x.index_select(0, batch.output_rows)
@@ -74,19 +67,17 @@ class FusedTarget:
     def head(self, hidden: Tensor) -> Tensor:
         return self._forward.logits(hidden)[:, : self._num_token_ids]
 
-    def _attend(self, batch: TiledBatch, layer: int, qkv: Tensor, squares: Tensor | None, brings: bool) -> Tensor:
-        """brings: rows turn and store their own keys inside attention, and may be undivided."""
+    def _attend(self, batch: TiledBatch, shape: VerifyShape, layer: int, qkv: Tensor) -> Tensor:
         spec, (keys, values), table = self._spec, self.pool.by_page[layer], self._state.page_table
         turn = self._forward.cos_sin, *self._norms[layer], spec.rms_norm_eps
         scale: float = spec.head_dim**-0.5
         window = spec.window(layer)
-        if brings:
-            lengths = None if squares is None else (squares, spec.hidden_size)
+        # One tile a sequence: nobody waits for the keys of another tile.
+        fits = shape.decode_only and shape.num_sequences * spec.num_kv_heads <= MOST_FUSED_PAIRS
+        if fits and not self._deterministic:
             return decode_attention(
-                qkv, keys, values, batch.tiles, table, *turn, batch.kv_slots, scale, window, self._workspace,
-                lengths=lengths,
-            )  # fmt: skip
-        assert squares is None, "nobody was told that this divides"
+                qkv, keys, values, batch.tiles, table, *turn, batch.kv_slots, scale, window, self._workspace
+            )
         rope_and_store(
             qkv, batch.positions, *turn, keys, values, batch.kv_slots, spec.num_heads,
             heads_per_program=self._heads_per_program,

@@ -22,19 +22,19 @@ import torch
 # Part -> kernel -> variants that it may have over the calls below. Start-up compiles all that a run needs: few is a
 # promise.
 VARIANTS = {
-    "batch": {"_admit": 1, "_write_pages": 1, "_layout": 2, "_fill": 2, "_draft_inputs": 2, "_rank": 2},
-    "networks": {"_attention_kernel": 2, "_own_rows_kernel": 16, "_rope_kernel": 2, "_context_kernel": 2},
+    "batch": {"_admit": 1, "_write_pages": 1, "_layout": 1, "_fill": 1, "_draft_inputs": 1, "_rank": 2},
+    "networks": {"_attention_kernel": 2, "_own_rows_kernel": 13, "_rope_kernel": 2, "_context_kernel": 1},
     "products": {"_product": 36, "_rms_norm": 2},
     "acceptance": {
-        "_row_best": 2, "_verdict": 2, "_apply": 1, "_draw": 6, "_finish": 6, "_confidence": 2,
+        "_row_best": 2, "_verdict": 2, "_apply": 1, "_draw": 6, "_finish": 4, "_confidence": 1,
         "_row_stats": 1, "_judge": 3, "_sum_tiles": 3, "_draw_following": 3,  # drafts: certain, of all ids, of some
     },
-    "filters": {  # of bf16 and fp32; over two vocabularies; launched early and not
-        "_find_summits": 4, "_begin": 8, "_narrow": 8, "_count_ties": 4, "_finish": 8, "_row_best": 6, "_verdict": 3,
+    "filters": {  # of bf16 and fp32; over two vocabularies
+        "_find_summits": 2, "_begin": 4, "_narrow": 4, "_count_ties": 2, "_finish": 4, "_row_best": 4, "_verdict": 2,
     },
     "shaping": {"_clear": 1, "_count": 1, "_shaped_row_best": 2, "_verdict": 2, "_shape": 1},
     "deterministic": {
-        "_product": 18, "_rms_norm": 4, "_rope_kernel": 2, "_attention_kernel": 2, "_row_best": 2, "_verdict": 2,
+        "_product": 18, "_rms_norm": 4, "_rope_kernel": 2, "_attention_kernel": 2, "_row_best": 1, "_verdict": 2,
     },
     "reports": {"_tiles": 4, "_join": 4, "_locate": 1},
 }  # fmt: skip
@@ -155,8 +155,6 @@ def networks() -> None:
             paged_attention(qkv.view(len(qkv), -1, head_dim)[:, :num_heads], *pages, tiles, table, *how)
         elif kind == "decode":
             decode_attention(qkv, *pages, tiles, table, *turn, at, *how)
-            if head_dim == 128 and block_q <= 8:
-                decode_attention(qkv, *pages, tiles, table, *turn, at, *how, lengths=(torch.zeros(len(qkv), 128), 4096))
         else:
             block_attention(qkv, *pages, tiles, table, *turn, *how)
 
@@ -180,7 +178,6 @@ def networks() -> None:
 def products() -> None:
     """Every tile of the tuned table, in the first product that has it; into the stream also half normed for the next."""
     from slipstream.kernels.linear import TUNED, Tile, add_linear, fused_linear
-    from slipstream.ops.fused import Following
 
     seen: set[Tile] = set()
     behind = {576: (3072, 576), 4096: (24576, 4096)}  # gate and up
@@ -196,7 +193,7 @@ def products() -> None:
                 continue
             stream, norm, then = bf16(num_rows, num_out), bf16(num_out), bf16(*behind[num_out])
             add_linear(x, weight, None, stream)
-            if (half := add_linear(x, weight, None, stream, Following(norm, then))) is not None:
+            if (half := add_linear(x, weight, None, stream, (norm, then))) is not None:
                 fused_linear(stream, then, norm=norm, eps=1e-6, gated=True, half=half)
 
 

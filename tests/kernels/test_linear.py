@@ -9,21 +9,12 @@ from torch import Tensor
 
 from slipstream.kernels import linear as kernels
 from slipstream.kernels.gated import silu_mul
-from slipstream.kernels.linear import (
-    FUSED,
-    Tile,
-    add_linear,
-    choose_tile,
-    fused_linear,
-    guess_tile,
-    heads_linear,
-    tiled_linear,
-)
+from slipstream.kernels.linear import FUSED, Tile, add_linear, choose_tile, fused_linear, guess_tile, tiled_linear
 from slipstream.kernels.norm import rms_norm
 from slipstream.models.fused import FusedDecoder
 from slipstream.models.layers import DenseAttend
 from slipstream.ops import fused
-from slipstream.ops.fused import Following, HalfNormed
+from slipstream.ops.fused import HalfNormed
 from slipstream.ops.rope import apply_rope
 from slipstream.testing import tiny_models, tiny_spec
 
@@ -155,7 +146,7 @@ def test_no_rows(dtype: torch.dtype, device: str) -> None:
     weight = draw(24, 40, dtype=dtype, device=device)
     x = draw(0, 40, dtype=dtype, device=device)
     assert fused_linear(x, weight, gated=True).shape == (0, 12)
-    half = add_linear(x, weight, None, weight.new_empty(0, 24), Following(weight[:, 0], weight.t().contiguous()))
+    half = add_linear(x, weight, None, weight.new_empty(0, 24), (weight[:, 0], weight.t().contiguous()))
     assert half is not None
     assert fused_linear(half.rows, weight.t().contiguous(), norm=weight[:, 0], half=half).shape == (0, 40)
     assert rms_norm(x, weight[0], EPS).shape == (0, 40)
@@ -193,7 +184,7 @@ def test_half_a_norm_is_made_where_rows_are_written(
     norm, then = draw(hidden, seed=3, **given), draw(2 * num_out, hidden, seed=4, **given)
     stream = draw(num_rows, hidden, seed=5, **given)
     expected = exact(x, weight, bias, residual=stream)
-    half = add_linear(x, weight, bias, stream, Following(norm, then))
+    half = add_linear(x, weight, bias, stream, (norm, then))
     assert half is not None and half.rows.dtype == dtype
     assert_near(stream, expected)
     assert_near(half.rows, stream.double() * norm.double())  # of rows as stored
@@ -208,7 +199,7 @@ def test_the_reference_has_the_same_two_ways(device: str) -> None:
     given: dict[str, Any] = {"dtype": torch.float32, "device": device}
     x, weight, norm = draw(5, 24, **given), draw(40, 24, seed=1, **given), draw(40, seed=2, **given)
     then, stream = draw(9, 40, seed=3, **given), draw(5, 40, seed=4, **given)
-    half = fused.add_linear(x, weight, None, stream, Following(norm, then))
+    half = fused.add_linear(x, weight, None, stream, (norm, then))
     actual, expected = (fused.fused_linear(stream, then, norm=norm, eps=EPS, half=h) for h in (half, None))
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
     assert fused.add_linear(x, weight, None, stream) is None
@@ -222,22 +213,8 @@ def test_rows_stay_whole_where_a_library_makes_either_product(
         monkeypatch.setattr(kernels, "choose_tile", lambda _, w, __, library=library: None if w is library else LANES)
         stream = draw(3, 40, dtype=dtype, device=device, seed=1)
         expected = exact(x, weight, residual=stream)
-        assert add_linear(x, weight, None, stream, Following(then[0], then)) is None
+        assert add_linear(x, weight, None, stream, (then[0], then)) is None
         assert_near(stream, expected)
-
-
-def test_a_library_multiplies_rows_half_normed_for_whom_divides(
-    dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x, weight, then = (draw(*shape, dtype=dtype, device=device) for shape in ((3, 24), (40, 24), (9, 40)))
-    monkeypatch.setattr(kernels, "choose_tile", lambda _, w, __: None if w is then else LANES)
-    monkeypatch.setattr(kernels, "rms_norm", None)
-    stream, norm = draw(3, 40, dtype=dtype, device=device, seed=1), draw(40, dtype=dtype, device=device, seed=2)
-    half = add_linear(x, weight, None, stream, Following(norm, then, divides=True))
-    heads, squares = heads_linear(stream, then, None, norm=norm, eps=EPS, half=half)
-    assert squares is not None
-    length = (squares.double().sum(1, keepdim=True) / 40 + EPS).sqrt()
-    assert_near((heads.double() / length).to(dtype), exact(stream, then, norm=norm, eps=EPS))
 
 
 def test_a_half_normed_row_that_is_not_finite_stays_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +225,7 @@ def test_a_half_normed_row_that_is_not_finite_stays_alone(device: str, monkeypat
     def chain() -> Tensor:
         stream = torch.zeros(4, 43, device=device)
         return fused_linear(
-            stream, then, norm=then[0], eps=EPS, half=add_linear(x, weight, None, stream, Following(then[0], then))
+            stream, then, norm=then[0], eps=EPS, half=add_linear(x, weight, None, stream, (then[0], then))
         )
 
     expected = chain()
@@ -272,14 +249,12 @@ def test_halves_fill_their_places_and_no_more(device: str, monkeypatch: pytest.M
     assert int(buffer.isnan().sum()) == num_before - 18 * 21 - 18 * 3
 
 
-@pytest.mark.parametrize(("num_rows", "library"), [(3, False), (33, False), (3, True)])
+@pytest.mark.parametrize("num_rows", [3, 33])
 def test_a_network_launches_the_norms_of_its_ends_alone(
-    num_rows: int, library: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    num_rows: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And computes what the plain modules do; in fp32, for in bf16 layers round differently.
-
-    library: it makes the first product of every layer, and attention divides.
-    """
+    """And computes what the plain modules do; in fp32, for in bf16 layers round differently."""
+    by_tiles(monkeypatch, APART)
     launched: list[Tensor] = []
 
     def counted(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -291,16 +266,8 @@ def test_a_network_launches_the_norms_of_its_ends_alone(
     spec, positions = decoder.spec, torch.arange(num_rows, device=device)
     cos, sin = decoder.rotary.table(positions)
     dense, network = DenseAttend(spec), FusedDecoder(decoder, FUSED)
-    projections = {layer.self_attn.qkv_proj.weight.data_ptr() for layer in decoder.layers}
-    monkeypatch.setattr(
-        kernels, "choose_tile", lambda _, w, __: None if library and w.data_ptr() in projections else APART
-    )
-    divided: list[int] = []
 
-    def attend(layer: int, qkv: Tensor, squares: Tensor | None) -> Tensor:
-        if squares is not None:
-            divided.append(layer)
-            qkv = qkv * (squares.sum(1, keepdim=True) / spec.hidden_size + spec.rms_norm_eps).rsqrt()
+    def attend(layer: int, qkv: Tensor) -> Tensor:
         heads = qkv.view(num_rows, -1, spec.head_dim)
         qk, v = heads.split_with_sizes((spec.num_heads + spec.num_kv_heads, spec.num_kv_heads), 1)
         norms = network.head_norms(layer)
@@ -314,10 +281,9 @@ def test_a_network_launches_the_norms_of_its_ends_alone(
     token_ids = (7 * positions) % 40
     stream = torch.empty(num_rows, spec.hidden_size, device=device)
     taps = {0: torch.empty_like(stream)}
-    logits = network.logits(network.forward(token_ids, attend, taps, stream, divides=library))
+    logits = network.logits(network.forward(token_ids, attend, taps, stream))
     hidden, features = decoder(token_ids, positions, dense, taps=(0,))
     assert [w is decoder.norm.weight for w in launched] == [False, True]
-    assert divided == (list(range(1, spec.num_layers)) if library else [])
     assert features is not None
     assert_near(taps[0], features)
     assert_near(logits, decoder.logits(hidden))

@@ -49,9 +49,8 @@ def assert_same(got: Tensor, expected: Tensor) -> None:
 
 
 def check_decode(
-    step: Step, block_q: int, num_splits: int, window: int | None, norms: bool, launch: Launch | None = TINY_LAUNCH,
-    num_parts: int = 0,
-) -> None:  # fmt: skip
+    step: Step, block_q: int, num_splits: int, window: int | None, norms: bool, launch: Launch | None = TINY_LAUNCH
+) -> None:
     """Outputs, stored KV and counters, after a second call too; nothing else is written, and qkv stays as it was."""
     shape, space = step.shape, workspace(step.shape, block_q, str(step.qkv.device))
     (positions, kv_slots), turns, tiles = places(step), turn(step, norms), step.tiles(block_q, num_splits)
@@ -59,11 +58,7 @@ def check_decode(
     for pages in (step.key_pages, step.value_pages):
         pages.flatten(0, 1)[kv_slots[:num_rows]] = NAN  # nobody reads a row's key before it is there
     expected_pages = [step.key_pages.clone(), step.value_pages.clone()]
-    rows, lengths = step.qkv.clone(), None
-    if num_parts:  # of rows of 40
-        squares = 40 * torch.rand(len(rows), num_parts, generator=torch.Generator().manual_seed(9)).to(rows.device)
-        lengths = squares, 40
-        rows = (rows.float() * (squares.sum(1, keepdim=True) / 40 + EPS).rsqrt()).to(rows.dtype)
+    rows = step.qkv.clone()
     rope_and_store(rows, positions, *turns, *expected_pages, kv_slots, shape.num_heads)
     q = rows[:, : shape.num_heads * shape.head_dim].view(len(rows), shape.num_heads, shape.head_dim)
     expected = paged_attention(q, *expected_pages, tiles, step.table, scale, window, space, launch=launch)
@@ -73,7 +68,7 @@ def check_decode(
         out = torch.full_like(expected, 7.0)
         got = decode_attention(
             step.qkv, step.key_pages, step.value_pages, tiles, step.table, *turns, kv_slots, scale, window, space,
-            lengths=lengths, out=out, launch=launch,
+            out=out, launch=launch,
         )  # fmt: skip
         assert got is out and bool((out[num_rows:] == 7).all())
         assert_same(out[:num_rows], expected[:num_rows])
@@ -89,14 +84,6 @@ def check_decode(
 )
 def test_decoding_rows(dtype: torch.dtype, device: str, num_splits: int, window: int | None, norms: bool) -> None:
     check_decode(Step(Shape(), *DECODING, dtype, device), 8, num_splits, window, norms)
-
-
-@pytest.mark.parametrize(("num_splits", "norms", "num_parts"), [(1, True, 4), (3, False, 3), (3, True, 1)])
-def test_rows_that_are_still_to_be_divided(
-    dtype: torch.dtype, device: str, num_splits: int, norms: bool, num_parts: int
-) -> None:
-    check_decode(Step(Shape(), *DECODING, dtype, device), 8, num_splits, None, norms, num_parts=num_parts)
-    check_decode(Step(Shape(), [40, 0, 16], [1, 0, 1], dtype, device), 1, num_splits, None, norms, num_parts=num_parts)
 
 
 def test_one_row_each(dtype: torch.dtype, device: str) -> None:
@@ -188,8 +175,6 @@ def test_on_a_device(shape: Shape, block_q: int, num_splits: int) -> None:
     context, rows = [2100, 700, 1500, 3, 2048, 0] * 4, [8, 1, 5, 2, 3, 4] * 4
     check_decode(Step(shape, context, rows, torch.bfloat16, "cuda"), block_q, num_splits, None, True, None)
     check_decode(Step(shape, context, rows, torch.bfloat16, "cuda"), block_q, num_splits, 1000, False, None)
-    check_decode(Step(shape, context, rows, torch.bfloat16, "cuda"), block_q, num_splits, None, True, None, 128)
-    check_decode(Step(shape, context, [1, 0] * 12, torch.bfloat16, "cuda"), 1, num_splits, None, True, None, 128)
 
 
 @pytest.mark.gpu

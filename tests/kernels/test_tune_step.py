@@ -11,7 +11,6 @@ from bench import tune_step
 from bench.tune_step import CANDIDATES, Candidate
 from slipstream.kernels import linear as kernels
 from slipstream.kernels.linear import choose_tile
-from slipstream.ops.fused import Following
 
 # The interpreter is NumPy, which warns of what padding rows do.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -52,14 +51,6 @@ def test_candidates_replace_what_they_say_and_nothing_else(model: str) -> None:
 
 def test_with_norms_apart_nobody_reads_half_of_one() -> None:
     weight = torch.empty(960, 576, dtype=torch.bfloat16, device="meta")
-    assert kernels.reads_half_normed(1, Following(weight[0], weight))
+    assert kernels.reads_half_normed(1, weight)
     with Candidate(norms_apart=True).in_force():
-        assert not kernels.reads_half_normed(1, Following(weight[0], weight))
-
-
-def test_a_library_has_normed_rows_where_nobody_divides() -> None:
-    weight = torch.empty(6144, 4096, dtype=torch.bfloat16, device="meta")
-    following = Following(weight[0], weight, divides=True)
-    assert kernels.reads_half_normed(32, following)
-    with Candidate(divides=False).in_force():
-        assert not kernels.reads_half_normed(32, following)
+        assert not kernels.reads_half_normed(1, weight)
