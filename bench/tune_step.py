@@ -51,7 +51,9 @@ class Candidate:
     replaced: Mapping[Size, Sequence[tuple[int, int, Tile | None]]] = field(default_factory=dict)
     norms_apart: bool = False
     is_early: bool = True  # kernels are launched while the one before ends
-    most_programs: int = early.MOST_PROGRAMS  # of a kernel beside whose last ones others come
+    most_programs: int = (
+        early.MOST_PROGRAMS
+    )  # of a kernel beside whose last ones others come; norms stay where they are
 
     def table(self) -> dict[Size, tuple[tuple[int, Tile | None], ...]]:
         found = dict(kernels.TUNED)

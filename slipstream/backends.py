@@ -64,7 +64,7 @@ def torch_parts(given: Ingredients) -> Parts:
     """Exact sizes, every operation launched by itself; on any device."""
     assert not given.deterministic, "refused by `build`"
     models, sizes = given.models, given.sizes
-    pools = _make_pools(given)
+    state, pools = _slot_state(sizes, models.device), _make_pools(given)  # pools last: they take all there is
     drafter = given.made
     if given.network is not None:
         drafter = BlockDraft(given.network, pools[1], models.vocab_size)
@@ -72,7 +72,7 @@ def torch_parts(given: Ingredients) -> Parts:
     return Parts(
         target=Target(models.target, pools[0], taps, models.vocab_size),
         drafter=drafter,
-        backend=TorchBackend(_slot_state(sizes, models.device), sizes.page_size, pools, models.device),
+        backend=TorchBackend(state, sizes.page_size, pools, models.device),
         rule=CoupledRule(given.samples) if given.coupled else RejectionRule(given.samples),
     )
 
@@ -88,7 +88,7 @@ def triton_parts(given: Ingredients) -> Parts:
     from slipstream.verify.fused_rules import FusedCoupledRule, FusedRejectionRule
 
     models, sizes = given.models, given.sizes
-    pools, state = _make_pools(given), _slot_state(sizes, models.device)
+    state, pools = _slot_state(sizes, models.device), _make_pools(given)  # pools last: they take all there is
     backend = TritonBackend(
         state,
         page_size=sizes.page_size,

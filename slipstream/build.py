@@ -118,7 +118,9 @@ class _Recipe:
         """With look-up in place of a drafter of the caller's own, which is to see real requests only."""
         if self.source.made is None or self.source.algorithm == NGRAM:
             return self
-        return replace(self, source=DraftSource(made=NGramDraft(self.models.device)), signal="none")
+        return replace(
+            self, source=DraftSource(made=NGramDraft(self.models.device), samples=self.source.samples), signal="none"
+        )
 
 
 def _reach_positions(models: Models, network: BlockDrafter | None, sizes: Sizes) -> None:

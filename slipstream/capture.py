@@ -111,8 +111,10 @@ def accept_shapes(rule: Rule, shape: VerifyShape) -> Sequence[VerifyShape]:
 
     The latter two together need a copy of the logits, and a grammar changes them outside of graphs: such steps are launched.
     """
-    each = (shape, replace(shape, shaped=True), replace(shape, filtered=True))
-    return each[: len(each) if rule.captures_wishes else 1] if rule.captures else ()
+    if not rule.captures:
+        return ()
+    wishes = (replace(shape, shaped=True), replace(shape, filtered=True)) if rule.captures_wishes else ()
+    return (shape, *wishes)
 
 
 def nobody() -> StepPlan:

@@ -87,7 +87,7 @@ class TritonBackend:
         self, state: SlotState, *, page_size: int, num_kv_heads: int, buckets: Buckets, max_rows: int, num_drafts: int,
         pads_drafts: bool, graphs: Graphs | None, deterministic: bool = False,
     ) -> None:  # fmt: skip
-        """max_rows: rows of any step, bucketed or not. pads_drafts: drafter and rule take padded sequences.
+        """max_rows: rows of any step, bucketed or not. pads_drafts: the drafter takes padded sequences.
 
         deterministic: attention is cut by positions alone, not by how many rows or sequences a step has.
         """

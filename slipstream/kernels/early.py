@@ -4,8 +4,8 @@ Getting programs onto the device takes about a microsecond after the last one of
 a small model is a chain of hundreds. A kernel that says `**early(x, n)` is brought there meanwhile, and before its programs
 touch memory they wait for all of the kernel before (`after_previous`): every program, whatever it does next, since who
 comes after it relies on that. Where a kernel overlaps, programs of the next one come as soon as there is room beside its
-last ones, and a product's have the first of their weight, which nobody changes, fetched before they wait. With many rows,
-whose products are a library's, and elsewhere launches are as usual.
+last ones. A product that does so has the first of its weight, which nobody changes, fetched before it waits. With many
+rows, whose products are a library's, and elsewhere launches are as usual.
 """
 
 from functools import cache
@@ -21,9 +21,11 @@ _HOPPER = 9
 # Plain steps of SmolLM2 on an H200 (bench/results/tune-step-smollm2-h200.json), ms with and without: 1 row 0.66, 0.70; 32
 # rows 0.69, 0.73; 128 rows 0.98, 1.01; 256 rows 1.35, 1.29.
 _MOST_ROWS = 128
-# Programs of a kernel beside which others may come: one a multiprocessor of an H100 or H200. Where several have to go
-# before there is room, those of the next kernel crowd where they went first.
-MOST_PROGRAMS = 132
+MULTIPROCESSORS = 132  # of an H100 or H200
+# Programs of a kernel beside which others may come: one each. Where several have to go before there is room, those of the
+# next kernel crowd where they went first: Qwen3-8B's shape at 32 rows, ms: 4.9, and 5.6 if all kernels overlap. SmolLM2 at
+# 1 and 32 rows 0.634 and 0.647, and 0.652 and 0.692 if none does (docs/LOG.md).
+MOST_PROGRAMS = MULTIPROCESSORS
 _LINE_BYTES = tl.constexpr(128)
 ENABLED = True  # bench/tune_step.py measures what it brings
 

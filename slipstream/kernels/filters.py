@@ -8,9 +8,9 @@ logit reaches down to where is searched; a row that asks for nothing is not read
 
 Weights are rounded to multiples of 2^-34 of the largest, of which 2^18 times the largest still fits into float64. So sums
 are exact, in whatever order programs add: a row's cut depends on the row and its request alone, not on how many programs
-share it. Fixed launches, no host reads: all of it can be captured. Two things differ from `filter_logits`, by rounding:
-ties are of logits as they came, not of divided ones; and a sum that comes within 1e-6 of what is asked for may end on
-either side of it.
+share it. Fixed launches, no host reads: all of it can be captured. Three things differ from `filter_logits`, by rounding:
+ties are of logits as they came, not of divided ones; a share that comes within 5e-6 of top-p may end on either side of
+it; and so may a probability that is min-p times the largest to within rounding.
 
 Letters in shapes: O padded output rows, B padded sequences, V token ids, N slots, T tiles of a row, P passes.
 """
@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 _INF = tl.constexpr(float("inf"))
-_BOUNDS = 16
-BOUNDS = tl.constexpr(_BOUNDS)
+_NUM_BOUNDS = 16
+_BOUNDS = tl.constexpr(_NUM_BOUNDS)
 TILE = 1024  # tokens whose largest logit is kept
 _TOKENS_AT_ONCE = 128  # one for each thread, which holds 16 sums
 _PROGRAMS = 4096  # of a launch, as far as rows have tiles: several for each processor
@@ -72,7 +72,7 @@ def cut_rows(
     search = (
         torch.empty_like(cut.floor), make(2 * passes, 2, count, dtype=torch.int32),
         make(2 * passes, 3, count, dtype=torch.float64),
-        torch.zeros(2 * passes, count, _BOUNDS, dtype=torch.float64, device=device),
+        torch.zeros(2 * passes, count, _NUM_BOUNDS, dtype=torch.float64, device=device),
     )  # fmt: skip
     rows = logits, logits.stride(0), num_token_ids, output_sequence, slots, temperature, top_k, top_p
     tiles = summits, num_tiles, tiles_each
@@ -119,18 +119,18 @@ def _wishes(slot, peak, num_token_ids, temperature, top_k, top_p):
 
 @triton.jit
 def _bounds(low, high, peak, spread, is_first, UNUSED: tl.constexpr):
-    """[BOUNDS] keys from `low` on, ascending, below `high`: at first closer to each other the closer to the peak."""
-    place = tl.arange(0, BOUNDS)
-    away = (place.to(tl.float32) - (BOUNDS - 1)) / (BOUNDS - 2)
+    """[_BOUNDS] keys from `low` on, ascending, below `high`: at first closer to each other the closer to the peak."""
+    place = tl.arange(0, _BOUNDS)
+    away = (place.to(tl.float32) - (_BOUNDS - 1)) / (_BOUNDS - 2)
     near = tl.maximum(_key(peak - away * away * _WEIGHTLESS * spread, UNUSED), low)
-    far = low + (high - low) * place // BOUNDS
+    far = low + (high - low) * place // _BOUNDS
     return tl.where(is_first & (place > 0), near, tl.where(place > 0, far, low))
 
 
 @triton.jit
 def _at(values, place):
-    """values [BOUNDS] -> the one at a place."""
-    return tl.sum(tl.where(tl.arange(0, BOUNDS) == place, values, tl.zeros_like(values)), axis=0)
+    """values [_BOUNDS] -> the one at a place."""
+    return tl.sum(tl.where(tl.arange(0, _BOUNDS) == place, values, tl.zeros_like(values)), axis=0)
 
 
 @triton.jit
@@ -176,7 +176,7 @@ def _state(
     last = step - 1
     low, high, before, through, need = _read(row, last, num_outputs, brackets, amounts)
     if _is_open(low, high, last, passes, by_count, by_share):
-        measured = tl.load(sums + (last * num_outputs + row) * BOUNDS + tl.arange(0, BOUNDS))
+        measured = tl.load(sums + (last * num_outputs + row) * _BOUNDS + tl.arange(0, _BOUNDS))
         if last == passes:
             need = tl.maximum(share.to(tl.float64) * (_at(measured, 0) - need), 1e-300)
         is_first = (last == 0) | (last == passes)
@@ -184,7 +184,7 @@ def _state(
         found = tl.maximum(tl.sum((measured >= need).to(tl.int32), axis=0) - 1, 0)
         through = _at(measured, found)
         low = _at(bounds, found)
-        if found < BOUNDS - 1:
+        if found < _BOUNDS - 1:
             before = _at(measured, found + 1)
             high = _at(bounds, found + 1)
     if (step == passes) & by_share:
@@ -277,7 +277,7 @@ def _narrow(
                 is_first = (step == 0) | (step == passes)
                 bounds = _value(_bounds(low, high, peak, spread, is_first, UNUSED), UNUSED)[:, None]
                 floor = _value(low, UNUSED)
-                found = tl.zeros((BOUNDS, AT_ONCE), tl.float64)  # threads lie along the tokens
+                found = tl.zeros((_BOUNDS, AT_ONCE), tl.float64)  # threads lie along the tokens
                 is_reached = False
                 for tile in range(part * tiles_each, tl.minimum((part + 1) * tiles_each, num_tiles)):
                     if tl.load(summits + row * num_tiles + tile) >= floor:
@@ -292,7 +292,7 @@ def _narrow(
                             else:
                                 found += (x[None, :] >= bounds).to(tl.float64)
                 if is_reached:
-                    at = sums + (step * num_outputs + row) * BOUNDS + tl.arange(0, BOUNDS)
+                    at = sums + (step * num_outputs + row) * _BOUNDS + tl.arange(0, _BOUNDS)
                     tl.atomic_add(at, tl.sum(found, axis=1), sem="relaxed")
 
 

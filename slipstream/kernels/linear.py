@@ -6,13 +6,13 @@ flight, and cuts the depth over its warps (`lanes`): a tensor core adds up one c
 576 inputs of SmolLM2 would be as long as the memory takes. Sums are fp32 and never depend on what ran before: no
 atomics, no split over programs.
 
-The norm before a product is no launch either. Dividing by a row's length can wait until after the product; the weight
+The norm before most products is no launch either. Dividing by a row's length can wait until after the product; the weight
 cannot, and who writes the row applies it: a product into the residual stream stores its rows a second time, times the
 weight of the norm that reads them next, with sums of squares of what it stored (`HalfNormed`). So loops are those of
-products without a norm. Folding the norm's weight into the matrix behind it instead would save that store, of rows that
-are nothing beside a matrix, but round every weight once more and change what others read: copies, files, and a drafter
-whose keys lie behind two norms. Where nobody did half of it (behind an embedding, or a library), rows are multiplied in
-the loop, or before the product.
+products without a norm. (Unless so many programs would add up the squares that a launch is cheaper.) Folding the norm's
+weight into the matrix behind it instead would save that store, of rows that are nothing beside a matrix, but round every
+weight once more and change what others read: copies, files, and a drafter whose keys lie behind two norms. Where nobody
+did half of it (behind an embedding, or a library), rows are multiplied in the loop, or before the product.
 
 How a product is cut up depends on the number of rows, and its rounding with it; `deterministic_linear` has one way for
 each weight. Called by the networks of the GPU backend; reference and signature: `ops.fused.fused_linear`.
@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.early import MOST_PROGRAMS, after_previous, early, fetch
+from slipstream.kernels.early import MULTIPROCESSORS, after_previous, early, fetch
 from slipstream.kernels.gated import silu_mul
 from slipstream.kernels.norm import rms_norm
 from slipstream.ops.fused import Following, HalfNormed, Products
@@ -97,7 +97,6 @@ TUNED: Mapping[tuple[int, int], tuple[tuple[int, Tile | None], ...]] = {
     (151936, 4096): (),
 }  # fmt: skip
 
-_NUM_PROGRAMS = 132  # multiprocessors of an H100 or H200
 _STAGED_BYTES = 112 * 1024  # per program: two fit into the 227 KB of a multiprocessor
 _FEW_ROWS = 16
 _MANY_ROWS, _DEPTH = 64, 64  # of a tile that serves any number of rows
@@ -255,10 +254,11 @@ def add_linear(
 def reads_half_normed(num_rows: int, weight: Tensor) -> bool:
     """Whether the product with this weight takes rows half normed: the library knows only normed ones.
 
-    Nor where it has many programs, each of which would add up the squares: a norm's launch overlaps with both neighbours.
+    Nor a tile that wants them normed and has many programs, each of which would add up the squares: the norm's launch
+    overlaps with both neighbours.
     """
     tile = choose_tile(num_rows, weight, False)
-    return tile is not None and triton.cdiv(len(weight), tile.columns) <= MOST_PROGRAMS
+    return tile is not None and not (tile.norm_apart and triton.cdiv(len(weight), tile.columns) > MULTIPROCESSORS)
 
 
 def choose_tile(num_rows: int, weight: Tensor, has_norm: bool) -> Tile | None:
@@ -274,7 +274,7 @@ def guess_tile(weight: Tensor, has_norm: bool) -> Tile:
     num_rows, num_in = weight.shape
     half = weight.element_size() == 2
     columns, lanes, depth = 16, 4, 32 if half else 16
-    while half and columns < 64 and num_rows >= 2 * columns * _NUM_PROGRAMS:
+    while half and columns < 64 and num_rows >= 2 * columns * MULTIPROCESSORS:
         columns *= 2
     while lanes > 1 and lanes * depth >= 2 * num_in:
         lanes //= 2

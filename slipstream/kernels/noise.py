@@ -8,8 +8,9 @@ uniforms of rejection are float64 as there; Gumbel noise is computed in fp32, as
 import triton
 import triton.language as tl
 
-from slipstream.ops.noise import Purpose
+from slipstream.ops.noise import OFFSET_SHIFT, Purpose
 
+_OFFSET_SHIFT = tl.constexpr(OFFSET_SHIFT)
 _GUMBEL, _DRAFT = tl.constexpr(int(Purpose.GUMBEL)), tl.constexpr(int(Purpose.DRAFT))
 
 
@@ -53,7 +54,7 @@ def draft_gumbel_run(seed, anchor, offset, counter):
 
     That of `ops.noise.draft_gumbel`: no other draw has it. seed and anchor broadcast with counter, offset is a scalar.
     """
-    r0, r1, r2, r3 = philox_words(seed, anchor, counter, ((offset << 8) + _DRAFT).to(tl.uint32))
+    r0, r1, r2, r3 = philox_words(seed, anchor, counter, ((offset << _OFFSET_SHIFT) + _DRAFT).to(tl.uint32))
     return gumbel_from_bits(tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3)))
 
 

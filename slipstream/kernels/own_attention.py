@@ -80,6 +80,8 @@ def _run(
     assert (q_norm is None) == (k_norm is None) and cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
     options = launch_options(num_heads, head_dim, qkv.dtype, key_pages, value_pages, tiles, workspace, launch)
     out = qkv.new_empty(num_rows, num_heads * head_dim) if out is None else out
+    # Splits are left out: most have work in long contexts only, and others leave at once.
+    num_programs = num_kv_heads * len(tiles.records)
     _own_rows_kernel[(num_kv_heads, tiles.num_splits, len(tiles.records))](
         out, qkv, key_pages, value_pages, tiles.records, page_table,
         cos_sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
@@ -88,7 +90,7 @@ def _run(
         qkv.stride(0), out.stride(0), page_table.stride(0), page_table.shape[1], len(cos_sin),
         window or 0, scale * LOG2_E, eps,
         HAS_WINDOW=window is not None, NORMS=q_norm is not None, STORES=kv_slots is not None,
-        OWN_N=max(16, triton.next_power_of_2(tiles.block_q)), **options, **early(qkv, num_kv_heads * len(tiles.records)),
+        OWN_N=max(16, triton.next_power_of_2(tiles.block_q)), **options, **early(qkv, num_programs),
         maxnreg=_REGISTERS_OF_FEW_WARPS if options["num_warps"] == 2 else None,
     )  # fmt: skip
     return out

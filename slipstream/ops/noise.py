@@ -23,7 +23,7 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-_OFFSET_SHIFT = 8  # of the offset in word 2, beside a draft's purpose
+OFFSET_SHIFT = 8  # of the offset in word 2, beside a draft's purpose
 _TILE = 1 << 18  # counters per pass: bounds the temporaries at about 20 MB; 2 cores still share the work
 
 
@@ -83,7 +83,7 @@ def draft_gumbel(
 
     seed, anchor, offset [N] int64. Returns [N, num_columns], always finite.
     """
-    return _gumbel_run(seed, anchor, Purpose.DRAFT + (offset << _OFFSET_SHIFT), num_columns, dtype)
+    return _gumbel_run(seed, anchor, Purpose.DRAFT + (offset << OFFSET_SHIFT), num_columns, dtype)
 
 
 def _gumbel_run(seed: Tensor, position: Tensor, tag: Tensor, num_columns: int, dtype: torch.dtype) -> Tensor:

@@ -196,7 +196,7 @@ class CoupledStep:
     shares_noise: ClassVar[bool] = True
 
     def reading_temperature(self, count: int) -> Tensor:
-        return _above_zero(self.view.temperature[:count])
+        return above_zero(self.view.temperature[:count])
 
     def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, None]:
         if self.noise is None or not self.sample_drafts:
@@ -206,7 +206,7 @@ class CoupledStep:
             noise = self.noise[offset : len(logits) * places : places]
             noise = noise if token_ids is None else noise.index_select(1, token_ids)
             temperature = self.view.temperature[: len(logits)]
-            columns = coupled_targets(logits / _above_zero(temperature)[:, None], temperature, noise)
+            columns = coupled_targets(logits / above_zero(temperature)[:, None], temperature, noise)
         return (columns if token_ids is None else token_ids[columns]), None
 
     def judge(
@@ -252,7 +252,7 @@ class RejectionStep:
     shares_noise: ClassVar[bool] = False
 
     def reading_temperature(self, count: int) -> Tensor:
-        return _above_zero(self.view.temperature[:count])
+        return above_zero(self.view.temperature[:count])
 
     def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, DraftLaw | None]:
         count = self.view.num_decode
@@ -302,7 +302,8 @@ def _drafts(drafts: Tensor | None, view: SamplingView) -> Tensor:
     return view.seed.new_zeros(view.num_decode, 0) if drafts is None else drafts
 
 
-def _above_zero(temperature: Tensor) -> Tensor:
+def above_zero(temperature: Tensor) -> Tensor:
+    """To divide by: 1 where greedy."""
     return torch.where(temperature > 0, temperature, 1.0)
 
 

@@ -24,7 +24,7 @@ from slipstream.ops.noise import CounterSource, gumbel
 from slipstream.ops.reject import DraftLaw, draft_sample
 from slipstream.ops.sample import coupled_targets
 from slipstream.plan import StepPlan
-from slipstream.verify.accept import Asked, Verdict, filtered
+from slipstream.verify.accept import Asked, Verdict, above_zero, filtered
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,8 +56,7 @@ class FusedCoupledStep:
     shares_noise: ClassVar[bool] = True
 
     def reading_temperature(self, count: int) -> Tensor:
-        temperature = self.state.temperature[self.loaded.slots[:count]]
-        return torch.where(temperature > 0, temperature, 1.0)
+        return above_zero(self.state.temperature[self.loaded.slots[:count]])
 
     def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, None]:
         """For drafters that draw one token at a time; block drafters have `kernels.draft.draft_chain`."""
@@ -68,7 +67,7 @@ class FusedCoupledStep:
         position = self.state.context[slots] + 1 + offset
         noise = gumbel(self.state.seed[slots], position, self.vocab_size)
         noise = noise if token_ids is None else noise.index_select(1, token_ids)
-        scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        scaled = logits / above_zero(temperature)[:, None]
         columns = coupled_targets(scaled, temperature, noise[:, : logits.shape[1]])
         return (columns if token_ids is None else token_ids[columns]), None
 
@@ -127,8 +126,7 @@ class FusedRejectionStep:
     shares_noise: ClassVar[bool] = False
 
     def reading_temperature(self, count: int) -> Tensor:
-        temperature = self.state.temperature[self.loaded.slots[:count]]
-        return torch.where(temperature > 0, temperature, 1.0)
+        return above_zero(self.state.temperature[self.loaded.slots[:count]])
 
     def draw(self, logits: Tensor, offset: int, token_ids: Tensor | None) -> tuple[Tensor, DraftLaw | None]:
         """For drafters that draw one token at a time; block drafters have `kernels.draft.draft_chain`."""

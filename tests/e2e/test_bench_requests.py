@@ -9,6 +9,7 @@ import pytest
 from bench import requests
 
 
+@pytest.mark.slow
 def test_every_wish_is_served_and_measured(
     tiny_folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

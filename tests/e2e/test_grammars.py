@@ -367,6 +367,7 @@ print("child", compiler.shared_trials()._child.pid, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_process_ends():
     done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done

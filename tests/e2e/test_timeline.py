@@ -27,6 +27,7 @@ def options(tiny_folders: tuple[Path, Path], **fields: Any) -> BenchOptions:
     return BenchOptions(**chosen)
 
 
+@pytest.mark.slow
 def test_a_bench_leaves_a_trace_of_every_mode(tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
     timeline = Timeline()
     run(options(tiny_folders), lambda line: None, timeline.add)

@@ -486,7 +486,7 @@ def test_bad_answer_files_are_named(tmp_path: Path) -> None:
         AnswerSet.load(tmp_path / "cut.safetensors")
 
 
-@pytest.mark.parametrize("algorithm", ["dspark", "dflash"])
+@pytest.mark.parametrize("algorithm", ["dspark", pytest.param("dflash", marks=pytest.mark.slow)])
 def test_several_processes_train_as_one(target: Decoder, answers: AnswerSet, algorithm: str, tmp_path: Path) -> None:
     """Two processes that share every batch end with one process's weights, up to the order of sums.
 

@@ -20,7 +20,9 @@ from slipstream.device.staging import Exporter
 from slipstream.device.state import make_slot_state
 from slipstream.draft.ngram import NGramDraft
 from slipstream.engine import Engine
+from slipstream.kernels import early
 from slipstream.llm import LLM
+from slipstream.load import load_models
 from slipstream.plan import Decision
 from slipstream.testing import tiny_models, tiny_spec
 from tests.lossless.harness import Run, judge, on, run, scripted_cost
@@ -52,6 +54,20 @@ def test_token_ids_equal_plain_decoding_on_the_cpu(mode: str, algorithm: str, te
     other = run(**serving(algorithm), mode=mode, prompts=PROMPTS, params=params)
     outcome, found = judge(tiny_models(spec=spec), mode, PROMPTS, params, plain, other)
     assert outcome == "equal", found
+
+
+def looked_up(llm: LLM) -> list[tuple[Any, ...]]:
+    """Of every graph that the engine looks for from now on: stage, shape, whether it is there."""
+    found: list[tuple[Any, ...]] = []
+    graphs = llm.engine.backend.graphs
+    find = graphs.find
+
+    def spy(key: Any) -> Any:
+        found.append((*key, find(key) is not None))
+        return find(key)
+
+    graphs.find = spy
+    return found
 
 
 @contextmanager
@@ -129,13 +145,7 @@ def shaped_params(temperature: float) -> list[SamplingParams]:
 def test_replayed_penalties_and_reports_equal_those_of_plain_torch(mode: str, temperature: float) -> None:
     """And of stages that are launched; steps of those who decode are replayed whole, and so is every report."""
     captured, eager = engine_of(mode), engine_of(mode)
-    found, find = [], captured.engine.backend.graphs.find
-
-    def spy(key: Any) -> Any:
-        found.append((*key, find(key) is not None))
-        return find(key)
-
-    captured.engine.backend.graphs.find = spy
+    found = looked_up(captured)
     eager.engine.backend.graphs = None
     params = shaped_params(temperature)
     cpu = LLM(tiny_models(spec=SPEC), max_model_len=128, page_size=8, max_num_batched_tokens=64, max_num_seqs=6)
@@ -169,13 +179,7 @@ def test_rejection_replayed_equals_the_stages_it_records(mode: str, head: str) -
     captured, eager = engine_of(mode, **rules), engine_of(mode, **rules)
     assert captured.engine.rule.captures
     eager.engine.backend.graphs = None
-    found, find = [], captured.engine.backend.graphs.find
-
-    def spy(key: Any) -> Any:
-        found.append((*key, find(key) is not None))
-        return find(key)
-
-    captured.engine.backend.graphs.find = spy
+    found = looked_up(captured)
     params = [replace(p, top_p=1.0) for p in params_for(1.0)]
     ours, theirs = (llm.generate(PROMPTS, params) for llm in (captured, eager))
     assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
@@ -268,13 +272,7 @@ def test_replays_equal_the_stages_they_record(mode: str) -> None:
     captured, eager = engine_of(mode), engine_of(mode)
     assert captured.engine.backend.captures
     assert len(captured.engine.backend.graphs) > 10
-    found, find = [], captured.engine.backend.graphs.find
-
-    def spy(key: Any) -> Any:
-        found.append((*key, find(key) is not None))
-        return find(key)
-
-    captured.engine.backend.graphs.find = spy
+    found = looked_up(captured)
     eager.engine.backend.graphs = None
     wishes: list[dict[str, Any]] = [{}, {"top_k": 5}, {"top_p": 1.0}, {"top_k": 9, "min_p": 0.05}]
     params = [replace(p, **wishes[i % 4]) for i, p in enumerate(params_for(1.0))]
@@ -335,13 +333,14 @@ def test_padding_touches_nothing_that_lives(acceptance: str) -> None:
     none = np.zeros(0, np.int32)
     engine.backend.place(Decision(widths_np=none, budget=None, caps_np=none))
     shapes = [s for s in engine.backend.buckets.verify_shapes() if engine.backend.graphs.find(("verify", s))]
-    kinds = [("verify", False), ("accept", False), *([("accept", True)] if acceptance == "coupled" else [])]
+    kinds: list[tuple[str, dict[str, bool]]] = [("verify", {}), ("accept", {})]
+    kinds += [("accept", {"shaped": True}), ("accept", {"filtered": True})] if acceptance == "coupled" else []
     with torch.inference_mode():
         for draft_shape in engine.backend.buckets.draft_shapes((engine.scheduler.limits.max_drafts,)):
             engine.backend.graphs.find(("draft", draft_shape)).replay()
         for shape in shapes:  # the largest, too
-            for stage, shaped in kinds:
-                engine.backend.graphs.find((stage, replace(shape, shaped=shaped))).replay()
+            for stage, wishes in kinds:
+                engine.backend.graphs.find((stage, replace(shape, **wishes))).replay()
         for size in engine.backend.buckets.report_sizes():
             engine.backend.graphs.find(("report", size)).replay()
     torch.cuda.synchronize()
@@ -391,3 +390,22 @@ def test_pinned_memory_is_not_used_again_before_it_was_read(
     else:
         monkeypatch.setattr(Exporter, "start", exported_late)
     assert [c.token_ids for c in engine_of(mode).generate(PROMPTS, params)] == expected
+
+
+@pytest.mark.parametrize("mode", ["off", "static"])
+def test_launches_that_overlap_give_the_same_bits(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that read what the one before had not written yet would, in some of a thousand steps, say something else."""
+    models = load_models("random:smollm2-135m", "random", dtype="bfloat16", device="cuda")
+
+    def serving_with(is_early: bool) -> LLM:
+        monkeypatch.setattr(early, "ENABLED", is_early)  # of the launches that are recorded
+        speculative = SpeculativeConfig.for_mode(mode, draft_model="random", num_speculative_tokens=7)
+        return LLM(models, speculative=speculative, max_num_seqs=8, max_model_len=512)
+
+    ours, theirs = serving_with(True), serving_with(False)
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    expected = [answer.token_ids for answer in theirs.generate(PROMPTS[:8], params)]
+    for _ in range(3):
+        assert [answer.token_ids for answer in ours.generate(PROMPTS[:8], params)] == expected
+    one = [answer.token_ids for answer in ours.generate(PROMPTS[:1], params)]
+    assert one == [answer.token_ids for answer in theirs.generate(PROMPTS[:1], params)]

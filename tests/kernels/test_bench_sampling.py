@@ -10,6 +10,7 @@ from bench import sampling
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
+@pytest.mark.slow
 def test_every_call_can_be_made(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def called(calls: list[Callable[[], None]]) -> float:
         calls[0]()

@@ -150,6 +150,7 @@ def best_of(case: Any, rows: slice, **options: Any) -> list[Tensor]:
     return list(row_best(logits, case.num_token_ids, **named, **outputs, **options))
 
 
+@pytest.mark.slow
 def test_scores_of_any_number_of_rows_and_beside_filters(dtype: torch.dtype, device: str) -> None:
     """Somebody asks for top-p: the others' scores keep their bits, and a row's cut is its own."""
     case, block = make_case(device, num_token_ids=300, dtype=dtype, num_padding=0, heat=(0.7,) * 7), 128

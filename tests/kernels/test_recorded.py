@@ -220,8 +220,7 @@ def test_logits_that_are_not_the_targets_own_are_reported_as_they_are(device: st
 @pytest.mark.parametrize(
     ("mode", "head"),
     [
-        ("static", "vanilla"),
-        *(pytest.param(mode, "vanilla", marks=SLOW) for mode in PRUNING),
+        *(pytest.param(mode, "vanilla", marks=SLOW) for mode in ("static", *PRUNING)),
         pytest.param("lag", "gated", marks=SLOW),
     ],
 )
@@ -242,4 +241,4 @@ def test_rejection_is_replayed(device: str, mode: str, head: str) -> None:
         replayed, params = recorder.count("accept"), params_for(2, **PENALTIES, **EDITS)
         same(llm.generate(prompts, params), plain.generate(prompts, params))
         assert recorder.count("accept", shaped=True) == 0
-        assert recorder.count("verify") > recorder.count("accept") >= replayed
+        assert recorder.count("verify") > recorder.count("accept") > replayed

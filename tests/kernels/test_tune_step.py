@@ -49,6 +49,16 @@ def test_candidates_replace_what_they_say_and_nothing_else(model: str) -> None:
     assert {size: chosen(size) for size in kernels.TUNED} == usual
 
 
+def test_products_of_many_programs_have_their_norms_launched() -> None:
+    """Where the tile wants them normed; others carry the norm in their loop, and are better off with half of it made."""
+    wide, narrow, unlisted = (
+        torch.empty(*size, dtype=torch.bfloat16, device="meta") for size in ((24576, 4096), (3072, 576), (6144, 1024))
+    )
+    assert not kernels.reads_half_normed(32, wide)
+    assert kernels.reads_half_normed(32, narrow)
+    assert kernels.reads_half_normed(8, unlisted)
+
+
 def test_with_norms_apart_nobody_reads_half_of_one() -> None:
     weight = torch.empty(960, 576, dtype=torch.bfloat16, device="meta")
     assert kernels.reads_half_normed(1, weight)
