@@ -42,7 +42,7 @@ from bench import serving_engine
 from bench.serving_engine import cores
 
 QUANTILES = (0.5, 0.95, 0.99)
-NAME = "served"
+NAME, PATH = "served", "/v1/completions"
 Value = TypeVar("Value")
 CLIENT = Path(__file__).with_name("serving_client.py")
 
@@ -120,9 +120,10 @@ def serving(
 
 
 def served(
-    running: Running, options: argparse.Namespace, requests: Sequence[dict[str, Any]], scrape: float | None
+    running: Running, options: argparse.Namespace, path: str, requests: Sequence[dict[str, Any]], scrape: float | None
 ) -> dict[str, Any]:
-    with clients(options, running.port, requests) as each_client, scraped(running.port, scrape):
+    """path: where the requests go; here and in `clients`."""
+    with clients(options, running.port, path, requests) as each_client, scraped(running.port, scrape):
         server_s = time.process_time()  # not what starting the clients took
         for each in each_client:
             tell(each, "go")
@@ -143,10 +144,12 @@ def wave(running: Running, make: Callable[[], dict[str, Any]]) -> dict[str, Any]
         pid, steps, engine_s = running.ask(serving_engine.counts)
         found = make()
         _, steps_now, engine_now_s = running.ask(serving_engine.counts)
-        cpu = {"engine": engine_now_s - engine_s, "server": found.pop("server_s", 0.0)}
         running.ask(partial(serving_engine.collect, freeze=False))
-    if pid == os.getpid():
-        cpu = {"both": cpu["engine"]}
+    engine_s, server_s = engine_now_s - engine_s, found.pop("server_s", None)
+    if pid == os.getpid():  # the engine's count has the starting of clients in it
+        cpu = {"both": engine_s if server_s is None else server_s}
+    else:
+        cpu = {"engine": engine_s, "server": server_s or 0.0}
     tokens, steps = found["tokens"], steps_now - steps
     return {
         **found, "decode_steps": steps, "tok_per_s": tokens / found["seconds"],
@@ -157,7 +160,7 @@ def wave(running: Running, make: Callable[[], dict[str, Any]]) -> dict[str, Any]
 
 @contextmanager
 def clients(
-    options: argparse.Namespace, port: int, requests: Sequence[dict[str, Any]]
+    options: argparse.Namespace, port: int, path: str, requests: Sequence[dict[str, Any]]
 ) -> Iterator[list["subprocess.Popen[str]"]]:
     """Processes that are there and wait for a line."""
     command, count, running = [sys.executable, str(CLIENT)], options.clients, []
@@ -169,7 +172,7 @@ def clients(
             json.dumps(
                 {
                     "port": port,
-                    "path": getattr(options, "path", "/v1/completions"),
+                    "path": path,
                     "streams": streams,
                     "requests": requests[number::count],
                     "cores": sorted(cores(options.client_cores)),
@@ -249,8 +252,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         running.ask(partial(serving_engine.warmed, prompts=prompts, params=params))
         ways = {
             "offline": lambda: running.ask(partial(serving_engine.offline, prompts=prompts, params=params)),
-            "served": lambda: served(running, options, requests, None),
-            "scraped": lambda: served(running, options, requests, options.scrape),
+            "served": lambda: served(running, options, PATH, requests, None),
+            "scraped": lambda: served(running, options, PATH, requests, options.scrape),
         }
         for _ in range(options.waves):
             for kind, found in waves.items():

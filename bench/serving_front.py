@@ -48,12 +48,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--client-cores", default=None)
     parser.add_argument("--engine-cores", default=None)
     parser.add_argument("--out", type=Path, default=None, help="JSON file")
+    parser.set_defaults(in_thread=False)  # which serving.py lets one choose
     return parser.parse_args()
 
 
 def wave(running: serving.Running, options: argparse.Namespace, requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
     running.ask(partial(serving_paced.occupied, forget=True))
-    found = serving.served(running, options, requests, None)
+    found = serving.served(running, options, path_of(options), requests, None)
     server_s = found.pop("server_s")
     steps = running.ask(partial(serving_paced.occupied, forget=True))
     middle = steps[len(steps) // 10 : len(steps) - len(steps) // 10]
@@ -62,6 +63,10 @@ def wave(running: serving.Running, options: argparse.Namespace, requests: Sequen
         "server_us_per_token": 1e6 * server_s / found["tokens"], "server_busy": server_s / found["seconds"],
         "empty": 1 - sum(middle) / (options.streams * len(middle)), "tok_per_s": found["tokens"] / found["seconds"],
     }  # fmt: skip
+
+
+def path_of(options: argparse.Namespace) -> str:
+    return "/v1/chat/completions" if options.chat else serving.PATH
 
 
 def bodies(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -86,20 +91,21 @@ def logged() -> Iterator[None]:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
-        yield
-        logger.removeHandler(handler)
-    logger.setLevel(level)
-    logger.propagate = propagate
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagate
 
 
 def main() -> None:
     options = arguments()
     if taken := serving.cores(options.client_cores):
         os.sched_setaffinity(0, os.sched_getaffinity(0) - taken)
-    options.in_thread, options.path = False, "/v1/chat/completions" if options.chat else "/v1/completions"
     requests, waves = bodies(options), []
     with serving.serving(options, serving_paced.make) as running, logged():
-        serving.served(running, options, requests[: 2 * options.streams], None)
+        serving.served(running, options, path_of(options), requests[: 2 * options.streams], None)
         with former_objects_left_alone():  # as in a server
             for _ in range(options.waves):
                 waves.append(wave(running, options, requests))

@@ -12,9 +12,9 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import uvicorn
 from fastapi import FastAPI
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from slipstream.llm import LLM
 
 Offered: TypeAlias = "LLM | Sequence[LLM] | Engines"
+Lifespan: TypeAlias = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 log = logging.getLogger("slipstream.serve")
 
 CLOSING_S = 5  # for connections whose requests are over
@@ -81,7 +82,7 @@ def make_app(llms: "Offered", options: ServeOptions, model: str, on_dead: Callab
 class Application(FastAPI):
     """FastAPI, but for answers: what it does to find a route and to watch over it takes longer than all that they need."""
 
-    def __init__(self, keys: Sequence[str], lifespan: Any) -> None:
+    def __init__(self, keys: Sequence[str], lifespan: Lifespan) -> None:
         super().__init__(
             title="Slipstream", version=metadata.version("slipstream"), lifespan=lifespan, docs_url=None, redoc_url=None
         )

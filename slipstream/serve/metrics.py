@@ -7,7 +7,7 @@ they go; the engine's own counts are copied by `snapshot` between two steps when
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -17,6 +17,7 @@ from slipstream.metrics import SpecCounters
 from slipstream.serve.driver import Driver
 from slipstream.serve.steps import Durations, StepTimings
 
+Kind = TypeVar("Kind", Counter, Histogram)
 PREFIX = "slipstream:"
 _WAITS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _PER_TOKEN_S = (
@@ -86,7 +87,6 @@ class Metrics:
         self._engine = _EngineCollector(model)
         self.registry.register(self._engine)
         self._model = model
-        self._series: dict[tuple[Any, ...], Any] = {}
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _WAITS_S)
         self._tpot = self._histogram(
             "time_per_output_token_seconds", "Mean over an answer's tokens after the first.", _PER_TOKEN_S
@@ -98,20 +98,20 @@ class Metrics:
         self._refused = self._counter("http_problems", "Requests that ended otherwise, by HTTP status.", "status")
 
     def first_token(self, mode: str, seconds: float, num_prompt: int) -> None:
-        self._of(self._ttft, mode).observe(seconds)
-        self._of(self._prompt_tokens, mode).inc(num_prompt)
+        self._ttft.of(mode).observe(seconds)
+        self._prompt_tokens.of(mode).inc(num_prompt)
 
     def tokens(self, mode: str, count: int) -> None:
-        self._of(self._generation_tokens, mode).inc(count)
+        self._generation_tokens.of(mode).inc(count)
 
     def answered(self, mode: str, reason: str, seconds: float, seconds_per_token: float | None) -> None:
-        self._of(self._ended, mode, reason).inc()
-        self._of(self._latency, mode).observe(seconds)
+        self._ended.of(mode, reason).inc()
+        self._latency.of(mode).observe(seconds)
         if seconds_per_token is not None:
-            self._of(self._tpot, mode).observe(seconds_per_token)
+            self._tpot.of(mode).observe(seconds_per_token)
 
     def problem(self, status: int) -> None:
-        self._of(self._refused, str(status)).inc()
+        self._refused.of(str(status)).inc()
 
     def render(self, now: Mapping[str, Snapshot | None], num_failures: Mapping[str, int]) -> bytes:
         """The page; without a snapshot (an engine does not answer) what the engine said last. Both by mode."""
@@ -119,18 +119,27 @@ class Metrics:
         self._engine.num_failures = num_failures
         return bytes(generate_latest(self.registry))
 
-    def _of(self, family: Any, *labels: str) -> Any:
-        """The series with these labels, which the library takes longer to find than to count in."""
-        key = (family, *labels)
-        if key not in self._series:
-            self._series[key] = family.labels(self._model, *labels)
-        return self._series[key]
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> "_Family[Histogram]":
+        labels = ["model_name", "mode"]
+        return _Family(Histogram(PREFIX + name, about, labels, buckets=buckets, registry=self.registry), self._model)
 
-    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(PREFIX + name, about, ["model_name", "mode"], buckets=buckets, registry=self.registry)
+    def _counter(self, name: str, about: str, *labels: str) -> "_Family[Counter]":
+        return _Family(Counter(PREFIX + name, about, ["model_name", *labels], registry=self.registry), self._model)
 
-    def _counter(self, name: str, about: str, *labels: str) -> Counter:
-        return Counter(PREFIX + name, about, ["model_name", *labels], registry=self.registry)
+
+class _Family(Generic[Kind]):
+    """A metric's series, which the library takes longer to find than to count in."""
+
+    def __init__(self, family: Kind, model: str) -> None:
+        self._family: Kind = family
+        self._model = model
+        self._series: dict[tuple[str, ...], Kind] = {}
+
+    def of(self, *labels: str) -> Kind:
+        """The one with these labels, the model's name left out."""
+        if labels not in self._series:
+            self._series[labels] = self._family.labels(self._model, *labels)
+        return self._series[labels]
 
 
 class _EngineCollector(Collector):

@@ -68,9 +68,10 @@ class EventStream(Response):
                 if mailbox.failure is not None:
                     mailbox.on_failure()
                 await self._send(send)
-        except BaseException:
-            self._problem = mailbox.failure  # who was cut while it waited for the client has said nothing
-            if not limit.expired():
+        except BaseException as error:
+            # Who was stopped while it waited for the client has not heard of a failure; one who is through owes nothing.
+            self._problem = self._problem or mailbox.failure
+            if not (isinstance(error, TimeoutError) and limit.expired()):
                 raise
         finally:
             mailbox.on_failure = lambda: None

@@ -1,12 +1,15 @@
 """`bench/serving.py` runs: offline, served and scraped waves of the same requests."""
 
 import json
+import logging
+import os
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench import serving, serving_front
+from bench import serving, serving_engine, serving_front
 
 ENGINE_ALONE = {"tok_per_s", "step_ms", "cpu_us_per_token", "decode_steps", "tokens"}
 
@@ -49,3 +52,24 @@ def test_the_server_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     serving_front.main()
     (wave,) = json.loads(out.read_text())["waves"]
     assert wave["tokens"] == 64 and wave["server_us_per_request"] > 0 and 0 <= wave["empty"] < 1
+
+
+@pytest.mark.parametrize(("during", "expected"), [({"server_s": 2.0}, 0.5), ({}, 2.5)], ids=["served", "offline"])
+def test_in_one_process_what_starting_clients_takes_is_not_counted(during: dict[str, float], expected: float) -> None:
+    counts = iter([(os.getpid(), 5, 20.0), (os.getpid(), 6, 30.0)])
+
+    class Running:
+        def ask(self, function: Any) -> Any:
+            return next(counts) if function is serving_engine.counts else None
+
+    found = serving.wave(Running(), lambda: {"tokens": 4, "seconds": 3.0, **during})  # type: ignore[arg-type]
+    assert found["both_cpu_us_per_token"] == found["cpu_us_per_token"] == 1e6 * expected
+    assert not {"engine_cpu_us_per_token", "server_cpu_us_per_token", "server_s"} & found.keys()
+
+
+def test_logs_are_as_before_after_an_error() -> None:
+    logger = logging.getLogger("slipstream.serve")
+    before = list(logger.handlers), logger.level, logger.propagate
+    with pytest.raises(ArithmeticError), serving_front.logged():
+        raise ArithmeticError
+    assert (logger.handlers, logger.level, logger.propagate) == before

@@ -14,6 +14,8 @@ from slipstream.llm import LLM
 from slipstream.load import Models
 from slipstream.models import template
 from slipstream.serve import driver
+from slipstream.serve.render import Renderer
+from slipstream.serve.service import Service
 from slipstream.testing import assert_nothing_left
 from tests.serve.conftest import CHAT, COMPLETIONS, Running, make_llm, serving, slowed
 
@@ -193,6 +195,61 @@ def test_an_answer_that_cannot_go_on(tiny_pair: Models) -> None:
         bias = {str(token): -100.0 for token in range(259)}
         assert running.post(COMPLETIONS, prompt="x", logit_bias=bias).status_code in (200, 400)
         running.settle()
+
+
+# ------------------------------------------------------------------------------------------ bugs of the server
+
+
+def bug(*_: Any) -> Any:
+    raise ArithmeticError("on purpose")
+
+
+def reported(caplog: pytest.LogCaptureFixture, request_id: str) -> list[dict[str, Any]]:
+    """What the log says of a request, each line's fields; bugs with what was raised."""
+    records = [record for record in caplog.records if getattr(record, "fields", {}).get("request_id") == request_id]
+    return [record.fields | {"raised": record.exc_info and record.exc_info[0]} for record in records]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
+def test_a_bug_before_the_headers(
+    path: str, served: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether the framework finds the route or the server does. The connection, which uvicorn closes, is nobody else's."""
+    monkeypatch.setattr(Renderer, "whole", bug)
+    monkeypatch.setattr(Service, "in_pool", bug)
+    with caplog.at_level("INFO", logger="slipstream.serve"):
+        response = httpx2.post(served.url + path, json={"prompt": "once"}, headers={"x-request-id": "mine"})
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "internal_error"
+        assert "on purpose" not in response.text
+        assert response.headers["x-request-id"] == "mine"
+        served.wait_until(lambda: len(reported(caplog, "mine")) == 2)
+    one, other = reported(caplog, "mine")
+    assert one["raised"] is ArithmeticError
+    assert other["status"] == 500
+    monkeypatch.undo()
+    assert served.post(COMPLETIONS, prompt="once", max_tokens=2).status_code == 200
+    served.settle()
+
+
+def test_a_bug_after_the_headers(
+    served: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The stream ends as one that is not whole; no second answer begins."""
+    monkeypatch.setattr(Renderer, "chunk", bug)
+    body, own_id = {**LONG, "stream": True}, {"x-request-id": "mine"}
+    with caplog.at_level("INFO", logger="slipstream.serve"):
+        with httpx2.stream("POST", served.url + COMPLETIONS, json=body, headers=own_id) as response:
+            assert (response.status_code, response.headers["x-request-id"]) == (200, "mine")
+            with pytest.raises(httpx2.RemoteProtocolError):
+                response.read()
+        served.wait_until(lambda: len(reported(caplog, "mine")) == 2)
+    one, other = reported(caplog, "mine")
+    assert one["raised"] is ArithmeticError
+    assert other["status"] == 200  # that of the last answer that began
+    monkeypatch.undo()
+    assert served.post(COMPLETIONS, prompt="once", max_tokens=2).status_code == 200
+    served.settle()
 
 
 # ------------------------------------------------------------------------------- what the server needs of an LLM
