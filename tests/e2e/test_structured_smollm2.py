@@ -111,13 +111,8 @@ def test_answers_have_the_form(temperature: float) -> None:
     assert alone.token_ids == found["free"][0], "a free request noticed its neighbours"
 
 
-QUICK = {("lag", 0.0)}
-CASES = [
-    pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in product(SPECULATING, (0.0, 1.0))
-]
-
-
-@pytest.mark.parametrize(("mode", "temperature"), CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "temperature"), product(SPECULATING, (0.0, 1.0)))
 def test_every_mode_gives_the_text_of_plain_decoding(mode: str, temperature: float) -> None:
     llm = llm_for(mode)
     answers = llm.chat(CHATS, params_for(temperature))

@@ -562,6 +562,7 @@ def test_skipped_tiles_hold_nothing(answers: AnswerSet, window: int | None, monk
         assert tiles.float().mean() < 0.8, "inconclusive: hardly anything is skipped"
 
 
+@pytest.mark.slow
 def test_old_logs_are_no_part_of_a_new_run(target: Decoder, answers: AnswerSet, tmp_path: Path) -> None:
     """A new run in an old folder begins new files; a resumed one keeps what its checkpoint knows and repeats the rest."""
     Trainer(options(tmp_path, steps=40), target, answers, quiet()).run()

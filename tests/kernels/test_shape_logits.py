@@ -84,7 +84,7 @@ def test_a_ragged_mix_equals_the_reference(device: str, dtype: torch.dtype, seed
     check(case, wishes(case, seed, only))
 
 
-@pytest.mark.parametrize("num_token_ids", [2, 17, 300, 1025])
+@pytest.mark.parametrize("num_token_ids", [2, 17, 300, pytest.param(1025, marks=pytest.mark.slow)])
 def test_any_vocabulary(device: str, num_token_ids: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "BLOCK", 64)
     monkeypatch.setattr(kernels, "_CLEARED_AT_ONCE", 64)

@@ -45,6 +45,7 @@ def test_clients_are_asked_for_as_much_and_end_together() -> None:
         assert share[-16:] == sorted(share[-16:], reverse=True) and share[:64] != sorted(share[:64], reverse=True)
 
 
+@pytest.mark.slow
 def test_the_server_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "front.json"
     asked = "--requests 8 --streams 4 --max-tokens 8 --waves 1 --step-ms 1 --clients 2 --chat --out"

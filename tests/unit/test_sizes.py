@@ -184,7 +184,7 @@ def test_an_engine_that_found_no_room_can_be_made_once_there_is_some(monkeypatch
         patch.setattr(memory, "memory_at_hand", lambda: 0)
         patch.setattr(memory, "_swap_at_hand", lambda: 0)
         for _ in range(2):
-            with pytest.raises(CapacityError, match="kv_memory"):
+            with pytest.raises(CapacityError, match="does not fit in memory"):
                 llm.restart()
     llm.restart()
     assert llm.engine.totals.emitted == before.spec.emitted and llm.notes == notes
