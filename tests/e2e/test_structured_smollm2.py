@@ -112,7 +112,7 @@ def test_answers_have_the_form(temperature: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "temperature"), product(SPECULATING, (0.0, 1.0)))
+@pytest.mark.parametrize(("mode", "temperature"), [*product(SPECULATING, (0.0, 1.0))])
 def test_every_mode_gives_the_text_of_plain_decoding(mode: str, temperature: float) -> None:
     llm = llm_for(mode)
     answers = llm.chat(CHATS, params_for(temperature))
