@@ -36,7 +36,9 @@ from tests.e2e.engines import (
 )
 from tests.unit.stops import certain, ending
 
-LOOPS = pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
+LOOPS = pytest.mark.parametrize(
+    "overlap", [pytest.param(True, id="overlapped"), pytest.param(False, id="plain", marks=pytest.mark.slow)]
+)
 MODES = pytest.mark.parametrize("mode", ["off", *SPECULATING])
 PIECES = (
     b"a", b"b", b" ", b"ab", b"\xc3", b"\xa9", b"\xc3\xa9", b"\xf0\x9f", b"\x99\x82", b"a\xf0", b"\x9f\x99\x82", b"\xa9b",

@@ -121,6 +121,7 @@ def test_every_mode_gives_the_text_of_plain_decoding(mode: str, temperature: flo
     assert_nothing_left(llm.engine)
 
 
+@pytest.mark.slow
 def test_rejection_keeps_the_form() -> None:
     speculative = SpeculativeConfig.for_mode("static", draft_model="smollm2-135m-dspark", acceptance="rejection")
     llm = LLM(models(), speculative=speculative, max_num_seqs=8, max_model_len=256)

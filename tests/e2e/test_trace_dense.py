@@ -91,7 +91,9 @@ def replayed(trace: DenseTrace, index: int, width: int, most_tokens: int, overla
     return steps
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
+@pytest.mark.parametrize(
+    "overlap", [pytest.param(True, id="overlapped"), pytest.param(False, id="plain", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("concurrency", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_fixed_width_replayed_is_mode_static(

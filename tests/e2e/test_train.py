@@ -386,7 +386,7 @@ def row_by_hand(
     return found
 
 
-@pytest.mark.parametrize("preset", ["deepspec-dspark", "speculators-dflash"])
+@pytest.mark.parametrize("preset", [pytest.param("deepspec-dspark", marks=pytest.mark.slow), "speculators-dflash"])
 def test_a_step_is_one_graph(target: Decoder, answers: AnswerSet, preset: str, tmp_path: Path) -> None:
     """What is compiled on a GPU reads nothing on the host and does not branch on data: torch traces it in one piece."""
     trainer = Trainer(preset_options(preset, tmp_path), target, answers, quiet())

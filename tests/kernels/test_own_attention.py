@@ -16,6 +16,7 @@ from tests.kernels.steps import NAN, TINY_LAUNCH, Shape, Step, assert_close, one
 
 # The interpreter is NumPy, which warns of what padding rows do: 1 / 0, and a maximum of nothing but NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+SLOW = pytest.mark.slow  # interpreted
 EPS, MAX_POSITION = 1e-5, 72  # some rows stand beyond the table
 DECODING = ([29, 0, 17, 70, 3], [4, 6, 1, 8, 0])  # context and rows of each sequence; one has none
 
@@ -80,7 +81,12 @@ def check_decode(
 
 @pytest.mark.parametrize(
     ("num_splits", "window", "norms"),
-    [(1, None, True), (3, None, False), (4, 33, True), (1, 33, False), (3, 5, True), (4, 1, False)],
+    [
+        (1, None, True),
+        (3, None, False),
+        (4, 33, True),
+        *(pytest.param(*case, marks=SLOW) for case in [(1, 33, False), (3, 5, True), (4, 1, False)]),
+    ],
 )
 def test_decoding_rows(dtype: torch.dtype, device: str, num_splits: int, window: int | None, norms: bool) -> None:
     check_decode(Step(Shape(), *DECODING, dtype, device), 8, num_splits, window, norms)
@@ -101,12 +107,13 @@ def test_one_row_each(dtype: torch.dtype, device: str) -> None:
     ],
     ids=lambda shape: f"{shape.num_heads}x{shape.num_kv_heads}x{shape.head_dim}p{shape.page_size}",
 )
-@pytest.mark.parametrize(("num_splits", "window", "norms"), [(1, None, True), (3, 50, False)])
+@pytest.mark.parametrize(("num_splits", "window", "norms"), [pytest.param(1, None, True, marks=SLOW), (3, 50, False)])
 def test_sizes(dtype: torch.dtype, device: str, shape: Shape, num_splits: int, window: int | None, norms: bool) -> None:
     step = Step(shape, [70, 130, 0], [3, 1, 4], dtype, device)
     check_decode(step, 4, num_splits, window, norms, Launch(32, 4, 2, min_split_tokens=32))
 
 
+@SLOW
 def test_the_usual_launch(dtype: torch.dtype, device: str) -> None:
     check_decode(Step(Shape(head_dim=16), [300, 5], [17, 3], dtype, device), 32, 2, None, True, None)
 

@@ -33,7 +33,9 @@ from tests.e2e.engines import (
 )
 from tests.lossless.logprobs import NEAR, check_answer, check_prompt
 
-LOOPS = pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
+LOOPS = pytest.mark.parametrize(
+    "overlap", [pytest.param(True, id="overlapped"), pytest.param(False, id="plain", marks=pytest.mark.slow)]
+)
 WRONG = {"none": never, "some": lambda position: position % 3 == 0, "all": lambda position: position < 0}
 CASES = pytest.mark.parametrize(("mode", "drafts"), [("off", "all"), *itertools.product(SPECULATING, WRONG)])
 PROMPTS = prompts_of(5, 31, 1, 12)

@@ -85,8 +85,15 @@ def test_answers_that_take_too_long(tiny_pair: Models) -> None:
         running.settle()
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("waits", [True, False], ids=["in the queue", "in a slot"])
+@pytest.mark.parametrize(
+    ("waits", "stream"),
+    [
+        pytest.param(True, False, id="in the queue"),
+        pytest.param(False, True, id="in a slot, reading"),
+        pytest.param(True, True, id="in the queue, to read", marks=pytest.mark.slow),
+        pytest.param(False, False, id="in a slot", marks=pytest.mark.slow),
+    ],
+)
 def test_a_client_that_leaves(tiny_pair: Models, stream: bool, waits: bool) -> None:
     llm = make_llm(tiny_pair, max_num_seqs=1 if waits else 4)
     with serving(llm) as running, slowed(llm, 0.01):
