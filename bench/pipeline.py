@@ -4,7 +4,9 @@ simulation foresaw the bench.
     python bench/pipeline.py --out runs/bench          (make bench; under ten minutes on two cores)
 
 Each part is a command that a user could give; they are printed as they run, and everything they write goes to one
-folder: profile.json, trace.npz, simulate.json and .png, bench.json, timeline.json (for Perfetto) and .png, compare.json.
+folder: profile.json, trace.npz, simulate.json and .png, bench.json, timeline.json (for Perfetto) and .png. summary.json
+says how long each took, how far the profile is off on shapes held out from it, and what was foreseen beside what was
+measured.
 """
 
 import argparse
@@ -86,13 +88,23 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     out = Console(highlight=False)
+    seconds = {}
     for command in commands(args):
         out.print(f"$ slipstream {shlex.join(command)}", style="bold", soft_wrap=True)
         began = time.perf_counter()
         subprocess.run([sys.executable, "-m", "slipstream", *command], check=True)
-        out.print(f"({time.perf_counter() - began:.0f} s)", style="dim")
-    rows = compare(*(json.loads((args.out / f"{name}.json").read_text())["rows"] for name in ("simulate", "bench")))
-    (args.out / "compare.json").write_text(json.dumps(rows, indent=1) + "\n")
+        seconds[command[0]] = round(time.perf_counter() - began, 1)
+        out.print(f"({seconds[command[0]]:.0f} s)", style="dim")
+    profile, simulated, measured = (
+        json.loads((args.out / f"{name}.json").read_text()) for name in ("profile", "simulate", "bench")
+    )
+    rows = compare(simulated["rows"], measured["rows"])
+    summary = {
+        "command": shlex.join(["python", "bench/pipeline.py", *sys.argv[1:]]), "git": measured["git"],
+        "versions": measured["versions"], "device": measured["device"], "seconds": seconds,
+        "profile": profile["survey"], "rows": rows,
+    }  # fmt: skip
+    (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     out.print(table(rows))
 
 

@@ -51,7 +51,10 @@ def test_every_command_runs(tmp_path: Path) -> None:
     ]
     command = [sys.executable, "bench/pipeline.py", "--out", str(tmp_path), *options]
     subprocess.run(command, cwd=ROOT, check=True, timeout=600)
-    rows = json.loads((tmp_path / "compare.json").read_text(encoding="utf-8"))
+    summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    assert list(summary["seconds"]) == ["profile", "trace", "simulate", "bench"]
+    assert summary["profile"]["num_held_out"] >= 0
+    rows = summary["rows"]
     assert {row["mode"] for row in rows} == {"static", "adaptive", "lag", "lag-budget"}
     assert all(row["simulated"] > 0 and row["measured"] > 0 for row in rows)
     for name in ("profile.json", "trace.npz", "simulate.png", "timeline.json", "timeline.png"):
