@@ -147,8 +147,10 @@ def _on_http(http: Request, error: Exception) -> Response:
 
 
 def _on_bug(http: Request, error: Exception) -> Response:
-    log.error("bug", exc_info=error, extra={"fields": {"request_id": http.scope["slipstream"].request_id}})
-    return respond(Problem(500, "an error of the server; its log says more", code="internal_error"))
+    entry = http.scope["slipstream"]
+    log.error("bug", exc_info=error, extra={"fields": {"request_id": entry.request_id}})
+    entry.problem = Problem(500, "an error of the server; its log says more", code="internal_error")
+    return respond(entry.problem)  # which nobody gets where the answer had begun
 
 
 def bind(options: ServeOptions) -> socket.socket:

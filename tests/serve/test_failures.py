@@ -237,6 +237,7 @@ def test_a_bug_after_the_headers(
 ) -> None:
     """The stream ends as one that is not whole; no second answer begins."""
     monkeypatch.setattr(Renderer, "chunk", bug)
+    before = served.metric("http_problems_total", status="500")
     body, own_id = {**LONG, "stream": True}, {"x-request-id": "mine"}
     with caplog.at_level("INFO", logger="slipstream.serve"):
         with httpx2.stream("POST", served.url + COMPLETIONS, json=body, headers=own_id) as response:
@@ -246,7 +247,8 @@ def test_a_bug_after_the_headers(
         served.wait_until(lambda: len(reported(caplog, "mine")) == 2)
     one, other = reported(caplog, "mine")
     assert one["raised"] is ArithmeticError
-    assert other["status"] == 200  # that of the last answer that began
+    assert (other["status"], other["problem_status"]) == (200, 500)  # the first is that of the answer that began
+    assert served.metric("http_problems_total", status="500") == before + 1
     monkeypatch.undo()
     assert served.post(COMPLETIONS, prompt="once", max_tokens=2).status_code == 200
     served.settle()

@@ -126,7 +126,7 @@ def test_bytes_that_were_asked_for_win_and_nothing_is_measured() -> None:
     def measured() -> Any:
         raise AssertionError("nobody asked")
 
-    config = EngineConfig(kv_memory="1GiB", gpu_memory_utilization=0.5)
+    config = EngineConfig(kv_memory="1GiB")
     notes: list[load.Note] = []
     assert size_pool(config, ASKED, measured, measured, notes) == 512
     assert notes == [("kv_memory", GIB, f"{510 * 16} tokens of KV; as asked")]
@@ -151,6 +151,11 @@ def test_bytes_may_have_a_unit(text: str, size: int | None) -> None:
 def test_a_utilization_outside_of_its_range_is_refused(share: Any) -> None:
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization is .*\(0, 1\]"):
         EngineConfig(gpu_memory_utilization=share)
+
+
+def test_a_pool_has_one_size() -> None:
+    with pytest.raises(ConfigError, match="kv_memory and gpu_memory_utilization both"):
+        EngineConfig(kv_memory="1GiB", gpu_memory_utilization=0.5)
 
 
 def test_a_cpu_has_no_utilization() -> None:
