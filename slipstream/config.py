@@ -317,7 +317,9 @@ class EngineConfig:
         if share is not None and (not _is_number(share) or not 0 < share <= 1):
             raise ConfigError(f"gpu_memory_utilization is {share!r}; it must lie in (0, 1]")
         if share is not None and self.kv_memory is not None:
-            raise ConfigError("kv_memory and gpu_memory_utilization both say how large the KV pool is; drop one of them")
+            raise ConfigError(
+                "kv_memory and gpu_memory_utilization both say how large the KV pool is; drop one of them"
+            )
         for field in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_memory"):
             value = getattr(self, field)
             if value is not None and (not _is_int(value) or value < 1):

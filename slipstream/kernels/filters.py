@@ -16,6 +16,7 @@ Letters in shapes: O padded output rows, B padded sequences, V token ids, N slot
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -49,12 +50,12 @@ def cut_rows(
 ) -> Cut:  # fmt: skip
     """The cut of every row that belongs to a sequence; of others anything.
 
-    logits [O, V'] bf16 or fp32 of which the columns below num_token_ids count; output_sequence [O] (-1: nobody's), slots
+    logits [O, V'] bf16, fp16 or fp32 of which the columns below num_token_ids count; output_sequence [O] (-1: nobody's), slots
     [B] int64; what slots ask for, as in `filter_logits`: temperature, top_p, min_p [N + 1] fp32, top_k [N + 1] int64.
     Greedy rows, and those with NaN or +inf or nothing but -inf, are not cut.
     """
     assert logits.stride(1) == 1, "the logits of a row must lie side by side"
-    assert logits.dtype in (torch.bfloat16, torch.float32), logits.dtype
+    assert logits.dtype in (torch.bfloat16, torch.float16, torch.float32), logits.dtype
     count, device = len(logits), logits.device
     unused_bits = 16 if logits.dtype == torch.bfloat16 else 0  # of a logit in fp32
     passes = 1 + (32 - unused_bits) // 4  # of each search: the first goes by values, the others divide by 16
@@ -76,11 +77,13 @@ def cut_rows(
     )  # fmt: skip
     rows = logits, logits.stride(0), num_token_ids, output_sequence, slots, temperature, top_k, top_p
     tiles = summits, num_tiles, tiles_each
-    sizes: dict[str, int] = {"UNUSED": unused_bits, "TILE": tile, "num_warps": 4}
+    # Two kernels that compute the same bounds must round alike, whatever each could join to one instruction.
+    alike: dict[str, Any] = {"UNUSED": unused_bits, "num_warps": 4, "enable_fp_fusion": False}
+    sizes = {**alike, "TILE": tile}
     whole, at_once = {"TILES": triton.next_power_of_2(num_tiles)}, min(_TOKENS_AT_ONCE, tile)
     grid = triton.cdiv(num_tiles, tiles_each), count
     _find_summits[grid](*rows, min_p, *tiles, TILE=tile, num_warps=4)
-    _begin[(count,)](*rows[2:], min_p, summits, num_tiles, *search, UNUSED=unused_bits, **whole, num_warps=4)
+    _begin[(count,)](*rows[2:], min_p, summits, num_tiles, *search, **whole, **alike)
     for step in range(2 * passes):
         _narrow[grid](*rows, *tiles, *search, step, passes, IS_SHARE=step >= passes, AT_ONCE=at_once, **sizes)
     _count_ties[grid](*rows, *tiles, *search, passes, ties, **sizes)

@@ -258,15 +258,24 @@ def reads_half_normed(num_rows: int, weight: Tensor) -> bool:
     overlaps with both neighbours.
     """
     tile = choose_tile(num_rows, weight, False)
-    return tile is not None and not (tile.norm_apart and triton.cdiv(len(weight), tile.columns) > MULTIPROCESSORS)
+    if tile is None or not _may_norm_late(weight):
+        return False
+    return not (tile.norm_apart and triton.cdiv(len(weight), tile.columns) > MULTIPROCESSORS)
+
+
+def _may_norm_late(weight: Tensor) -> bool:
+    """Whether a row may be weighted by its norm before it is divided by its length: in fp16 a long one leaves the range."""
+    return weight.dtype != torch.float16
 
 
 def choose_tile(num_rows: int, weight: Tensor, has_norm: bool) -> Tile | None:
     """How `fused_linear` makes this product; None: with the library. bf16 and fp16 use the tuned table."""
     listed = TUNED.get((weight.shape[0], weight.shape[1])) if weight.element_size() == 2 else None
     if listed is not None:
-        return next((tile for max_rows, tile in listed if num_rows <= max_rows), None)
-    return guess_tile(weight, has_norm) if num_rows <= _FEW_ROWS else None
+        tile = next((tile for max_rows, tile in listed if num_rows <= max_rows), None)
+    else:
+        tile = guess_tile(weight, has_norm) if num_rows <= _FEW_ROWS else None
+    return tile if tile is None or _may_norm_late(weight) else dataclasses.replace(tile, norm_apart=True)
 
 
 def guess_tile(weight: Tensor, has_norm: bool) -> Tile:

@@ -219,7 +219,7 @@ def _judge(
             )  # fmt: skip
         ratio = tl.where(prob > 0, target_prob / tl.where(prob > 0, prob, 1.0), 0.0)
     anchor = tl.load(context + slot) + tl.load(num_given + sequence) - 1
-    passes = uniform(tl.load(seed + slot), anchor, place, _ACCEPT) < tl.minimum(ratio, 1.0).to(tl.float64)
+    passes = uniform(tl.load(seed + slot), anchor, place, _ACCEPT) < ratio.to(tl.float64)
     num_accepted = tl.min(tl.where(is_draft & passes, PLACES, place), axis=0)
 
     is_bad = is_row & (place <= num_accepted) & ~(tl.abs(top) < _INF)

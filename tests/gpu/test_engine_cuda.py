@@ -409,3 +409,34 @@ def test_launches_that_overlap_give_the_same_bits(mode: str, monkeypatch: pytest
         assert [answer.token_ids for answer in ours.generate(PROMPTS[:8], params)] == expected
     one = [answer.token_ids for answer in ours.generate(PROMPTS[:1], params)]
     assert one == [answer.token_ids for answer in theirs.generate(PROMPTS[:1], params)]
+
+
+def test_a_launch_that_follows_a_copied_tap_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one tap all features lie side by side, and a tap is no kernel but a copy of memory."""
+    params = [SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True) for _ in PROMPTS]
+    found = []
+    for is_early in (True, False):
+        monkeypatch.setattr(early, "ENABLED", is_early)
+        models = on("cuda", tiny_models("dspark", spec=SPEC, target_layer_ids=[0]))
+        made = run(models, "static", PROMPTS, params, concurrency=4, num_drafts=5)
+        found.append((made.answers, made.totals.accepted))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.parametrize("mode", ["off", "static"])
+def test_fp16_is_served(mode: str, acceptance: str) -> None:
+    """Rows that leave the range would end their requests with an error."""
+    models = load_models("random:smollm2-135m", "random", dtype="float16", device="cuda")
+    speculative = SpeculativeConfig.for_mode(
+        mode, draft_model="random", num_speculative_tokens=7, **({} if mode == "off" else {"acceptance": acceptance})
+    )
+    llm = LLM(models, speculative=speculative, max_num_seqs=8, max_model_len=512)
+    wishes: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 0.7, "top_k": 20, "seed": 3},
+    ]
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, **wish) for wish in wishes]
+    answers = llm.generate(PROMPTS[: len(params)], params)
+    assert [answer.finish_reason for answer in answers] == ["length"] * len(params)

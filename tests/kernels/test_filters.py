@@ -208,6 +208,25 @@ def test_the_same_in_both_dtypes(device: str) -> None:
     assert same(cut_of(logits, wishes, device), cut_of(logits.float(), wishes, device))
 
 
+def test_fp16(device: str) -> None:
+    logits = (4 * torch.randn(3, 200, generator=torch.Generator().manual_seed(8))).half().to(device)
+    wishes = [Wish(0.7, top_p=0.9), Wish(1.1, 60, 0.9), Wish(top_k=7)]
+    assert same(cut_of(logits, wishes, device), cut_of(logits.float(), wishes, device))
+
+
+def test_logits_that_lie_at_the_bounds_of_the_search(device: str) -> None:
+    """Whoever adds up and whoever reads the sums must mean the same bounds, to the last bit: neighbours in fp32 tell."""
+    count, generator = 4 if device == "cpu" else 2000, torch.Generator().manual_seed(9)
+    peak = 40 * torch.rand(count, generator=generator) - 10
+    place = torch.randint(1, 15, (count,), generator=generator)
+    bound = peak - ((place - 15) / 14) ** 2 * filters._WEIGHTLESS.value
+    around = (bound.view(torch.int32)[:, None] + torch.arange(-8, 9, dtype=torch.int32)).view(torch.float32)
+    logits = torch.cat([peak[:, None], around, peak[:, None] - 500 + torch.zeros(count, 12)], dim=1).to(device)
+    wishes = [Wish(top_k=int(k)) for k in torch.randint(2, 18, (count,), generator=generator)]
+    kept = kept_by(cut_of(logits, wishes, device), logits).sum(1)
+    assert kept.tolist() == [wish.top_k for wish in wishes]
+
+
 def test_no_rows(device: str) -> None:
     assert cut_of(torch.zeros(0, 30), [], device).floor.shape == (0,)
 

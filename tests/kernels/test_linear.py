@@ -195,6 +195,16 @@ def test_half_a_norm_is_made_where_rows_are_written(
         assert_near(actual, exact(stream, then, norm=norm, eps=EPS, gated=gated))
 
 
+def test_fp16_rows_are_normed_before_they_are_weighted(device: str) -> None:
+    """Else a long row times a large weight of the norm leaves the range."""
+    given: dict[str, Any] = {"dtype": torch.float16, "device": device}
+    x, weight, then = draw(3, 24, **given), draw(40, 24, seed=1, **given), 0.1 * draw(9, 40, seed=2, **given)
+    norm, stream = torch.full((40,), 8.0, **given), 1e4 * draw(3, 40, seed=3, **given).clamp(-2, 2)
+    half = add_linear(x, weight, None, stream, (norm, then))
+    actual = fused_linear(stream, then, norm=norm, eps=EPS, half=half)
+    torch.testing.assert_close(actual.double(), exact(stream, then, norm=norm, eps=EPS), rtol=1e-2, atol=1e-1)
+
+
 def test_the_reference_has_the_same_two_ways(device: str) -> None:
     given: dict[str, Any] = {"dtype": torch.float32, "device": device}
     x, weight, norm = draw(5, 24, **given), draw(40, 24, seed=1, **given), draw(40, seed=2, **given)
