@@ -16,7 +16,7 @@ from slipstream.draft.base import Draft, DraftView, Sampler
 from slipstream.draft.block import BlockDraft
 from slipstream.kernels.attention import Tiles, Workspace, choose_splits
 from slipstream.kernels.batch import draft_inputs
-from slipstream.kernels.draft import confidence, draft_chain, draft_workspace
+from slipstream.kernels.draft import ConfidenceHead, draft_chain, draft_workspace
 from slipstream.kernels.linear import FUSED
 from slipstream.kernels.own_attention import block_attention
 from slipstream.kernels.reject import KeptLaw
@@ -90,17 +90,17 @@ class FusedBlockDraft(BlockDraft):
         drafts, previous = buffers.drafts[:count, :num_drafts], buffers.previous[:count, :num_drafts]
         probability = buffers.signal_of(count, num_drafts)
         w1, w2 = self._markov
+        head: ConfidenceHead | None = None
+        if signal == "head":
+            assert self.network.confidence_head is not None
+            proj = self.network.confidence_head.proj
+            head = ConfidenceHead(draft_rows, proj.weight, proj.bias, self.network.spec.confidence_with_markov)
         draft_chain(
             logits, w1, w2, anchors=anchors, token_ids=self._token_ids, num_columns=self._num_columns,
             slots=slots, context=state.context, temperature=state.temperature, seed=state.seed,
             sample=sampler.sample_drafts, signal=signal, drafts=drafts, prob=probability, previous=previous,
-            workspace=self._draws, law=self._law,
+            workspace=self._draws, head=head, law=self._law,
         )  # fmt: skip
-        if signal == "head":
-            head = self.network.confidence_head
-            assert head is not None
-            table = w1 if self.network.spec.confidence_with_markov else None
-            confidence(draft_rows, previous, table, head.proj.weight, head.proj.bias, probability)
         return Draft(drafts, probability, None)
 
     @property

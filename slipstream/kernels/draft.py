@@ -2,15 +2,16 @@
 
 One launch per position, because draft j + 1 needs draft j: each program adds W2 W1[previous] to its tile of the base
 logits, draws, and raises one 64-bit word per sequence to the largest (score, column). Without a Markov head the
-positions do not depend on each other and share one launch. A last launch turns words into token ids and
-probabilities. Same tokens as under `BlockDraft.propose`, but that the bias is summed in fp32 throughout: as
-`CoupledStep.draw`, or, where what is drawn from is kept, as `RejectionStep.draw` with `CounterSource`. Also the
-confidence head. Called by the engine's GPU path; knows nothing of pages or hidden layers.
+positions do not depend on each other and share one launch. A last launch turns words into token ids, and says how sure
+the drafter is of each, by probabilities or by its confidence head. Same tokens as under `BlockDraft.propose`, but that
+the bias is summed in fp32 throughout: as `CoupledStep.draw`, or, where what is drawn from is kept, as
+`RejectionStep.draw` with `CounterSource`. Called by the engine's GPU path; knows nothing of pages or hidden layers.
 
 Letters in shapes: D padded decoding sequences, d drafts of S at most, Vd draft vocabulary, V target vocabulary, r rank.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -23,7 +24,17 @@ from slipstream.kernels.reject import KeptLaw
 _UNSET = -(2**63)
 _SIGNALS = {"none": 0, "peak": 1, "drawn": 2, "head": 3}
 _INF = tl.constexpr(float("inf"))
-_NONE, _PEAK, _DRAWN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_NONE, _PEAK, _DRAWN, _HEAD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfidenceHead:
+    """sigmoid(weight [h ; W1[previous]] + bias) of each draft, in fp32 arithmetic."""
+
+    hidden: Tensor  # [D, d, H], a view with H side by side
+    weight: Tensor  # [H (+ r)] or [1, H (+ r)]
+    bias: Tensor | None  # [1]
+    has_markov: bool  # reads a row of W1
 
 
 def draft_workspace(max_decode: int, max_drafts: int, device: torch.device | str) -> Tensor:
@@ -35,23 +46,24 @@ def draft_chain(
     base_logits: Tensor, markov_w1: Tensor | None, markov_w2: Tensor | None, anchors: Tensor,
     token_ids: Tensor | None, num_columns: int, *, slots: Tensor, context: Tensor, temperature: Tensor, seed: Tensor,
     sample: bool, signal: str, drafts: Tensor, prob: Tensor, previous: Tensor, workspace: Tensor,
-    law: KeptLaw | None = None,
+    head: ConfidenceHead | None = None, law: KeptLaw | None = None,
 ) -> None:  # fmt: skip
-    """Draw d drafts per sequence, left to right, into the first d columns of drafts, prob and previous.
+    """Draw d drafts per sequence, left to right, into the first d columns of drafts and prob.
 
     base_logits [D, d, Vd] bf16 or fp32, of which the columns below num_columns count; markov_w1 [V, r], markov_w2
     [Vd, r] or both None; anchors [D] int64; token_ids [Vd] int64 ascending, the target ids of the columns, or None for
     the identity; slots [D] int64; context, seed [N + 1] int64, temperature [N + 1] fp32.
-    drafts [D, S] int64 target ids; previous [D, S] int64, the token before each draft; prob [D, S] fp32 by `signal`:
-    "peak" the largest probability at the sequence's temperature (1 where greedy), "drawn" the draft's own, "none" 0,
-    "head" nothing is written, for `confidence` does. sample: add the noise of position context + 1 + j, keyed by target
-    id, where temperature > 0; otherwise argmax.
+    drafts [D, S] int64 target ids; prob [D, S] fp32 by `signal`: "peak" the largest probability at the sequence's
+    temperature (1 where greedy), "drawn" the draft's own, "head" what `head` says, "none" 0; previous [D, S] int64, with a
+    Markov head the token before each draft. sample: add the noise of position context + 1 + j, keyed by target id, where
+    temperature > 0; otherwise argmax.
 
     law, of num_columns columns, if rejection is to judge (and sample): what the drafts of each sequence whose temperature
     is above 0 were drawn from is written there, logits rounded to its dtype before the draw. The noise of draft j is named
     (context, j) then, as no other draw is: see `ops.noise.draft_gumbel`.
     """
     num_sequences, num_drafts, _ = base_logits.shape
+    assert (head is not None) == (signal == "head"), signal
     assert base_logits.stride(2) == 1 and num_drafts * num_sequences <= workspace.numel(), base_logits.shape
     kind, rank = _SIGNALS[signal], 0 if markov_w1 is None else markov_w1.shape[1]
     assert law is None or (sample and law.logits.shape[2] == num_columns and law.logits.stride(2) == 1), law
@@ -66,34 +78,23 @@ def draft_chain(
         _draw[(shape.num_tiles, triton.cdiv(num_sequences, shape.block_d), 1 if rank else num_drafts)](
             base_logits, base_logits.stride(0), base_logits.stride(1), markov_w1, markov_w2, rank, anchors, token_ids,
             num_columns, num_sequences, position, slots, context, temperature, seed,
-            workspace, *parts, shape.span, *kept,
+            previous, previous.stride(0), workspace, *parts, shape.span, *kept,
             SAMPLE=sample, KEEPS=keeps, READS=reads, IS_MAPPED=token_ids is not None,
             BLOCK_D=shape.block_d, BLOCK_V=shape.block_v, RANK=shape.rank, num_warps=shape.num_warps,
         )  # fmt: skip
+    asked: tuple[Any, ...] = (None, 0, 0, None, None)
+    width = read_rank = 0
+    if head is not None:
+        width, read_rank = head.hidden.shape[2], rank if head.has_markov else 0
+        assert head.hidden.stride(2) == 1 and head.weight.numel() == width + read_rank, (head.weight.shape, width)
+        asked = head.hidden, head.hidden.stride(0), head.hidden.stride(1), head.weight, head.bias
     _finish[(num_sequences, num_drafts)](
-        workspace, *parts, shape.num_tiles, shape.span, anchors, token_ids, num_columns,
-        num_sequences, num_drafts, slots, temperature,
-        drafts, drafts.stride(0), prob, prob.stride(0), previous, previous.stride(0), *numbers,
+        workspace, *parts, shape.num_tiles, shape.span, token_ids, num_columns, num_sequences, slots, temperature,
+        drafts, drafts.stride(0), prob, prob.stride(0), *numbers,
+        *asked, width, previous, previous.stride(0), markov_w1, read_rank,
         SIGNAL=kind, KEEPS=keeps, READS=reads, IS_MAPPED=token_ids is not None,
-        TILES=triton.next_power_of_2(shape.num_tiles), num_warps=1,
-    )  # fmt: skip
-
-
-def confidence(
-    hidden: Tensor, previous: Tensor, markov_w1: Tensor | None, weight: Tensor, bias: Tensor | None, out: Tensor
-) -> None:
-    """sigmoid(weight [h ; W1[previous]] + bias) into the first d columns of `out` [D, S] fp32; fp32 arithmetic.
-
-    hidden [D, d, H], a view with H side by side; previous [D, S] int64 target ids; markov_w1 [V, r] if the head reads
-    it; weight [H (+ r)] or [1, H (+ r)]; bias [1].
-    """
-    num_sequences, num_drafts, width = hidden.shape
-    rank = 0 if markov_w1 is None else markov_w1.shape[1]
-    assert hidden.stride(2) == 1 and weight.numel() == width + rank, (hidden.shape, weight.shape, rank)
-    _confidence[(num_sequences, num_drafts)](
-        hidden, hidden.stride(0), hidden.stride(1), width, previous, previous.stride(0), markov_w1, rank, weight, bias,
-        out, out.stride(0), HAS_BIAS=bias is not None, BLOCK=min(4096, triton.next_power_of_2(width)),
-        RANK=triton.next_power_of_2(rank) if rank else 0,
+        TILES=triton.next_power_of_2(shape.num_tiles), BLOCK=min(4096, triton.next_power_of_2(max(width, 1))),
+        RANK=triton.next_power_of_2(read_rank) if read_rank else 0, num_warps=4 if head is not None else 1,
     )  # fmt: skip
 
 
@@ -178,7 +179,7 @@ def _noisy(
 def _draw(
     base, sequence_stride, position_stride, w1, w2, rank, anchors, token_ids,
     num_columns, num_sequences, position, slots, context, temperature, seed,
-    words, peaks, masses, chosens, span, law, law_stride, law_place_stride,
+    befores, before_stride, words, peaks, masses, chosens, span, law, law_stride, law_place_stride,
     SAMPLE: tl.constexpr, KEEPS: tl.constexpr, READS: tl.constexpr, IS_MAPPED: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
@@ -209,6 +210,7 @@ def _draw(
             previous = _unpack_column(word, num_columns)
             if IS_MAPPED:
                 previous = tl.load(token_ids + previous)
+        tl.store(befores + sequence * before_stride + position, previous, mask=is_live & (tile == 0))
         of_rank = tl.arange(0, RANK)
         is_embedding = is_live[:, None] & (of_rank < rank)[None, :]
         embedding = tl.load(w1 + previous[:, None] * rank + of_rank[None, :], mask=is_embedding, other=0.0)
@@ -262,29 +264,31 @@ def _draw(
         tl.store(chosens + part, chosen, mask=is_live)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_sequences", "num_drafts", "peak_stride"])
+@triton.jit(do_not_specialize=["num_tiles", "num_sequences", "peak_stride", "before_stride"])
 def _finish(
-    words, peaks, masses, chosens, num_tiles, span, anchors, token_ids, num_columns,
-    num_sequences, num_drafts, slots, temperature,
-    drafts, drafts_stride, prob, prob_stride, previous, previous_stride, law_peaks, law_masses, peak_stride,
+    words, peaks, masses, chosens, num_tiles, span, token_ids, num_columns, num_sequences, slots, temperature,
+    drafts, drafts_stride, prob, prob_stride, law_peaks, law_masses, peak_stride,
+    hidden, sequence_stride, position_stride, weight, bias, width, befores, before_stride, w1, rank,
     SIGNAL: tl.constexpr, KEEPS: tl.constexpr, READS: tl.constexpr, IS_MAPPED: tl.constexpr, TILES: tl.constexpr,
+    BLOCK: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """One program: one draft. Clears its word for the next call."""
     sequence, position = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = position * num_sequences + sequence
+    said = prob + sequence * prob_stride + position
+    if SIGNAL == _HEAD:
+        row = hidden + sequence * sequence_stride + position.to(tl.int64) * position_stride
+        before = befores + sequence * before_stride + position
+        tl.store(said, _confidence(row, weight, bias, width, before, w1, rank, BLOCK, RANK))
     column = _unpack_column(tl.load(words + at), num_columns)
+    tl.debug_barrier()  # all warps have read it
     tl.store(words + at, -0x8000000000000000)
     drafted = column
     if IS_MAPPED:
         drafted = tl.load(token_ids + column)
     tl.store(drafts + sequence * drafts_stride + position, drafted)
-    before = previous + sequence * previous_stride + position
-    if position == 0:
-        tl.store(before, tl.load(anchors + sequence))
-    if position + 1 < num_drafts:
-        tl.store(before + 1, drafted)
     if SIGNAL == _NONE:
-        tl.store(prob + sequence * prob_stride + position, 0.0)
+        tl.store(said, 0.0)
     if READS != _NONE:
         heat = tl.load(temperature + tl.load(slots + sequence))
         divisor = tl.where(heat > 0, heat, 1.0)
@@ -302,17 +306,12 @@ def _finish(
         if (SIGNAL == _PEAK) | (SIGNAL == _DRAWN):
             if SIGNAL == _DRAWN:
                 read = tl.load(chosens + at * num_tiles + column // span)
-            tl.store(prob + sequence * prob_stride + position, tl.exp((read - shift) / divisor) / total)
+            tl.store(said, tl.exp((read - shift) / divisor) / total)
 
 
-@triton.jit(do_not_specialize=["previous_stride", "out_stride"])
-def _confidence(
-    hidden, sequence_stride, position_stride, width, previous, previous_stride, w1, rank, weight, bias,
-    out, out_stride, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr,
-):  # fmt: skip
-    """One program: one draft."""
-    sequence, position = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    row = hidden + sequence * sequence_stride + position * position_stride
+@triton.jit
+def _confidence(row, weight, bias, width, before, w1, rank, BLOCK: tl.constexpr, RANK: tl.constexpr):
+    """What the head says of the draft whose hidden row [width] this is; before: where the token before it stands."""
     total = tl.full((), 0.0, tl.float32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -322,9 +321,8 @@ def _confidence(
     if RANK > 0:
         of_rank = tl.arange(0, RANK)
         is_rank = of_rank < rank
-        token_id = tl.load(previous + sequence * previous_stride + position)
-        e = tl.load(w1 + token_id * rank + of_rank, mask=is_rank, other=0.0).to(tl.float32)
+        e = tl.load(w1 + tl.load(before) * rank + of_rank, mask=is_rank, other=0.0).to(tl.float32)
         total += tl.sum(e * tl.load(weight + width + of_rank, mask=is_rank, other=0.0).to(tl.float32), axis=0)
-    if HAS_BIAS:
+    if bias is not None:
         total += tl.load(bias).to(tl.float32)
-    tl.store(out + sequence * out_stride + position, 1.0 / (1.0 + tl.exp(-total)))
+    return 1.0 / (1.0 + tl.exp(-total))

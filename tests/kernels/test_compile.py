@@ -26,7 +26,7 @@ VARIANTS = {
     "networks": {"_attention_kernel": 2, "_own_rows_kernel": 13, "_rope_kernel": 2, "_context_kernel": 1},
     "products": {"_product": 36, "_rms_norm": 2},
     "acceptance": {
-        "_row_best": 2, "_verdict": 2, "_apply": 1, "_draw": 6, "_finish": 4, "_confidence": 1,
+        "_row_best": 2, "_verdict": 2, "_apply": 1, "_draw": 6, "_finish": 4,
         "_row_stats": 1, "_judge": 3, "_sum_tiles": 3, "_draw_following": 3,  # drafts: certain, of all ids, of some
     },
     "filters": {  # of bf16 and fp32; over two vocabularies
@@ -218,19 +218,21 @@ def acceptance() -> None:
         w1, w2, base = bf16(vocabulary, rank), bf16(vocabulary, rank), bf16(n, num_drafts, vocabulary)
         prob = torch.zeros(n, num_drafts)
         kept = KeptLaw.make(33, num_drafts, None, vocabulary - 3, base.dtype, base.device)
+        head = draft.ConfidenceHead(bf16(n, num_drafts, 576), bf16(576 + rank), bf16(1), True)
         for law in (None, kept):
             draft.draft_chain(
-                base, w1, w2, longs, None, vocabulary - 3, slots=longs, **slot_state, sample=True, signal="head", law=law,
-                drafts=drafts, prob=prob, previous=drafts, workspace=draft.draft_workspace(n, num_drafts, "cpu"),
+                base, w1, w2, longs, None, vocabulary - 3, slots=longs, **slot_state, sample=True, signal="head",
+                head=head, law=law, drafts=drafts, prob=prob, previous=drafts,
+                workspace=draft.draft_workspace(n, num_drafts, "cpu"),
             )  # fmt: skip
-        draft.confidence(bf16(n, num_drafts, 576), drafts, w1, bf16(576 + rank), bf16(1), prob)
     reduced = torch.arange(300)
     w2, base = bf16(300, rank), bf16(n, num_drafts, 300)
     some = KeptLaw.make(33, num_drafts, reduced, vocabulary - 3, base.dtype, base.device)
     for table, signal in (((w1, w2), "head"), ((None, None), "peak")):
         draft.draft_chain(
-            base, *table, longs, reduced, 300, slots=longs, **slot_state, sample=True, signal=signal, law=some,
-            drafts=drafts, prob=prob, previous=drafts, workspace=draft.draft_workspace(n, num_drafts, "cpu"),
+            base, *table, longs, reduced, 300, slots=longs, **slot_state, sample=True, signal=signal,
+            head=head if signal == "head" else None, law=some, drafts=drafts, prob=prob, previous=drafts,
+            workspace=draft.draft_workspace(n, num_drafts, "cpu"),
         )  # fmt: skip
     for law in (None, kept, some):
         accept_rejection(logits, vocabulary - 3, **step, **slot_state, law=law)

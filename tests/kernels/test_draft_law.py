@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.draft import draft_chain, draft_workspace
+from slipstream.kernels.draft import ConfidenceHead, draft_chain, draft_workspace
 from slipstream.kernels.reject import KeptLaw
 from slipstream.ops.noise import CounterSource
 from slipstream.ops.reject import DraftLaw, draft_sample
@@ -40,7 +40,7 @@ def _draw(case: Case, law: KeptLaw, drafts: Tensor, prob: Tensor, previous: Tens
     draft_chain(
         case.base, case.w1, case.w2, case.anchors, case.token_ids, case.num_columns, slots=case.slots,
         context=case.context, temperature=case.temperature, seed=case.seed, sample=True, signal=case.signal,
-        drafts=drafts, prob=prob, previous=previous, workspace=workspace, law=law,
+        drafts=drafts, prob=prob, previous=previous, workspace=workspace, head=case.head, law=law,
     )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def _check(case: Case) -> KeptLaw:
     drafts, prob, previous = _run(case, kept)
     expected, law = _expected(case)
     assert torch.equal(drafts[:, :num_drafts], expected)
-    assert torch.equal(previous[:, 1:num_drafts], expected[:, :-1])
+    assert case.w1 is None or torch.equal(previous[:, 1:num_drafts], expected[:, :-1])
     hot, eps = law.is_drawn, torch.finfo(case.base.dtype).eps
     assert hot.any() and not hot.all(), "greedy sequences beside sampled ones"
     logits = kept.logits[:count, :num_drafts]
@@ -86,8 +86,12 @@ def _check(case: Case) -> KeptLaw:
     if case.signal in ("peak", "drawn"):
         read = 1 / law.mass if case.signal == "peak" else law.read(expected)
         torch.testing.assert_close(prob[:, :num_drafts], read, rtol=max(1e-4, 16 * eps), atol=1e-6)
+    elif case.head is not None:
+        torch.testing.assert_close(
+            prob[:, :num_drafts], case.confidence(previous[:, :num_drafts]), rtol=1e-4, atol=1e-5
+        )
     else:
-        assert (prob[:, :num_drafts] == (0 if case.signal == "none" else -7)).all()
+        assert (prob[:, :num_drafts] == 0).all()
     return kept
 
 
@@ -100,9 +104,15 @@ def test_a_block_and_its_law_equal_the_reference(
     _check(_case(device, num_sequences, rank=rank, num_drafts=num_drafts, is_mapped=is_mapped, dtype=dtype))
 
 
-@pytest.mark.parametrize("signal", ["none", "drawn", "head"])
+@pytest.mark.parametrize("signal", ["none", "drawn"])
 def test_every_signal(device: str, signal: str) -> None:
     _check(replace(_case(device), signal=signal))
+
+
+def test_a_confidence_head(device: str) -> None:
+    case = _case(device)
+    hidden, weight = torch.randn(3, 4, 40, device=device), torch.randn(1, 48, device=device) / 40**0.5
+    _check(replace(case, signal="head", head=ConfidenceHead(hidden, weight, None, True)))
 
 
 def test_programs_that_loop_over_their_columns(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
