@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.accept import accept_coupled
-from slipstream.kernels.draft import confidence, draft_chain, draft_workspace
+from slipstream.kernels.draft import ConfidenceHead, draft_chain, draft_workspace
 from slipstream.kernels.filters import cut_rows
 from slipstream.kernels.reject import KeptLaw, accept_rejection
 from slipstream.plan import NUM_VERDICT_COLUMNS
@@ -141,7 +141,16 @@ def cut(shape: Shape, count: int, width: int, filters: str, is_flat: bool) -> Ro
     return Row(shape.name, name, count, spent, _rate(logits[0].numel(), spent))
 
 
-def draft(shape: Shape, count: int, temperature: float, has_markov: bool, is_rejection: bool = False) -> Row:
+def draft(
+    shape: Shape,
+    count: int,
+    temperature: float,
+    has_markov: bool,
+    *,
+    is_rejection: bool = False,
+    is_judged: bool = False,
+) -> Row:
+    """is_judged: a confidence head says how sure each draft is, in place of the largest probability."""
     rank = shape.rank if has_markov else 0
     w1 = torch.randn(shape.vocab, rank, device=DEVICE).to(DTYPE) if rank else None
     w2 = torch.randn(shape.draft_vocab, rank, device=DEVICE).to(DTYPE) if rank else None
@@ -150,32 +159,28 @@ def draft(shape: Shape, count: int, temperature: float, has_markov: bool, is_rej
     previous, anchors = torch.zeros_like(out[0]), torch.zeros(count, dtype=torch.int64, device=DEVICE)
     workspace = draft_workspace(count, NUM_DRAFTS, DEVICE)
     token_ids = torch.arange(shape.draft_vocab, device=DEVICE) * 2 if is_mapped else None
-    state, law = slots(count, temperature), None
+    state, law, head = slots(count, temperature), None, None
+    if is_judged:
+        hidden = torch.randn(count, NUM_DRAFTS, shape.hidden, device=DEVICE).to(DTYPE)
+        weight = torch.randn(1, shape.hidden + rank, device=DEVICE).to(DTYPE)
+        head = ConfidenceHead(hidden, weight, torch.zeros(1, device=DEVICE, dtype=DTYPE), rank > 0)
     if is_rejection:
         law = KeptLaw.make(count, NUM_DRAFTS, token_ids, shape.vocab, DTYPE, torch.device(DEVICE))
 
     def call(base: Tensor) -> None:
         draft_chain(
             base, w1, w2, anchors, token_ids, shape.draft_vocab, **state, sample=True,
-            signal="head" if rank else "peak", drafts=out[0], prob=out[1], previous=previous,
-            workspace=workspace, law=law,
+            signal="head" if head else "none" if rank else "peak", drafts=out[0], prob=out[1], previous=previous,
+            workspace=workspace, head=head, law=law,
         )  # fmt: skip
 
     base = copies(lambda: torch.randn(count, NUM_DRAFTS, shape.draft_vocab, device=DEVICE).to(DTYPE))
     spent = microseconds([lambda each=each: call(each) for each in base])
     numbers = base[0].numel() + NUM_DRAFTS * shape.draft_vocab * rank
-    name = f"draft {'markov' if rank else 'plain'} {'reject ' if is_rejection else ''}T={temperature:g}"
+    name = (
+        f"draft {'markov ' if rank else 'plain '}{'head ' if head else ''}{'reject ' if law else ''}T={temperature:g}"
+    )
     return Row(shape.name, name, count, spent, _rate(numbers, spent))
-
-
-def head(shape: Shape, count: int) -> Row:
-    hidden = torch.randn(count, NUM_DRAFTS, shape.hidden, device=DEVICE).to(DTYPE)
-    w1 = torch.randn(shape.vocab, shape.rank, device=DEVICE).to(DTYPE)
-    weight = torch.randn(1, shape.hidden + shape.rank, device=DEVICE).to(DTYPE)
-    bias, out = torch.zeros(1, device=DEVICE, dtype=DTYPE), torch.zeros(count, NUM_DRAFTS, device=DEVICE)
-    previous = torch.zeros(count, NUM_DRAFTS, dtype=torch.int64, device=DEVICE)
-    spent = microseconds([lambda: confidence(hidden, previous, w1, weight, bias, out)] * 20)
-    return Row(shape.name, "confidence", count, spent, _rate(hidden.numel(), spent))
 
 
 def _rate(num_numbers: int, spent: float) -> float:
@@ -189,7 +194,7 @@ def measure(shapes: tuple[Shape, ...], counts: tuple[int, ...]) -> list[Row]:
             for temperature in (0.0, 1.0):
                 rows += [accept(shape, count, width, temperature) for width in (0, NUM_DRAFTS)]
                 rows += [draft(shape, count, temperature, has_markov) for has_markov in (True, False)]
-            rows.append(head(shape, count))
+            rows.append(draft(shape, count, 1.0, True, is_judged=True))
             rows += [draft(shape, count, 1.0, has_markov, is_rejection=True) for has_markov in (True, False)]
             rows += [cut(shape, count, NUM_DRAFTS, name, is_flat=False) for name in FILTERS]
             rows.append(cut(shape, count, NUM_DRAFTS, "top_p .9", is_flat=True))

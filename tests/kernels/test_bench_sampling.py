@@ -23,7 +23,7 @@ def test_every_call_can_be_made(device: str, monkeypatch: pytest.MonkeyPatch) ->
     assert [row.num_sequences for row in rows] == [2] * 17
     assert {row.kernel for row in rows} >= {
         "reject w=7 T=1",
-        "confidence",
+        "draft markov head T=1",
         "draft markov T=1",
         "draft markov reject T=1",
         "accept w=0 T=0",
