@@ -44,21 +44,22 @@ def commands(args: argparse.Namespace) -> Iterator[list[str]]:
 
 
 def compare(simulated: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ratios to plain decoding, foreseen and measured, of every mode and concurrency that both have."""
-    foreseen = {
-        (row["policy"].partition(":")[0], row["signal"], row["concurrency"]): row["ratio_to_off"] for row in simulated
-    }
+    """Ratios to plain decoding and tokens a step, foreseen and measured, of every mode and concurrency that both have."""
+    foreseen = {(row["policy"].partition(":")[0], row["signal"], row["concurrency"]): row for row in simulated}
     found = []
     for row in measured:
-        ratio = foreseen.get((row["mode"], row["signal"], row["concurrency"]))
-        if ratio is None or row["mode"] == "off":
+        like = foreseen.get((row["mode"], row["signal"], row["concurrency"]))
+        if like is None or row["mode"] == "off":
             continue
+        ratio = like["ratio_to_off"]
         off = next(r for r in measured if (r["mode"], r["concurrency"]) == ("off", row["concurrency"]))
         found.append({
             "mode": row["mode"], "concurrency": row["concurrency"], "simulated": ratio, "measured": row["ratio_to_off"],
             "measured_min": row["tok_per_s_min"] / off["tok_per_s_max"],
             "measured_max": row["tok_per_s_max"] / off["tok_per_s_min"],
             "off_by": ratio / row["ratio_to_off"] - 1,
+            "simulated_tokens_per_step": like["mean_accepted_length"],
+            "measured_tokens_per_step": row["mean_accepted_length"],
         })  # fmt: skip
     return found
 

@@ -14,11 +14,23 @@ ROOT = Path(__file__).parents[2]
 
 def row(mode: str, ratio: float, *, at: int = 8, **more: object) -> dict[str, object]:
     speed = {"tok_per_s_min": 90.0 * ratio, "tok_per_s_max": 110.0 * ratio}
-    return {"mode": mode, "signal": None, "concurrency": at, "ratio_to_off": ratio, **speed, **more}
+    return {
+        "mode": mode,
+        "signal": None,
+        "concurrency": at,
+        "ratio_to_off": ratio,
+        "mean_accepted_length": 3.0,
+        **speed,
+        **more,
+    }
 
 
 def test_ratios_are_compared_where_both_have_them() -> None:
-    simulated = [row("off", 1.0, policy="off"), row("lag", 1.5, policy="lag"), row("static", 2.0, policy="static:7")]
+    simulated = [
+        row("off", 1.0, policy="off"),
+        row("lag", 1.5, policy="lag"),
+        row("static", 2.0, policy="static:7", mean_accepted_length=3.5),
+    ]
     measured = [
         row("off", 1.0),
         row("static", 1.6),
@@ -29,6 +41,7 @@ def test_ratios_are_compared_where_both_have_them() -> None:
     (found,) = pipeline.compare(simulated, measured)
     assert (found["mode"], found["concurrency"], found["simulated"], found["measured"]) == ("static", 8, 2.0, 1.6)
     assert found["off_by"] == pytest.approx(0.25)
+    assert (found["simulated_tokens_per_step"], found["measured_tokens_per_step"]) == (3.5, 3.0)
     assert found["measured_min"] == pytest.approx(1.6 * 90 / 110)
     assert found["measured_max"] == pytest.approx(1.6 * 110 / 90)
 
@@ -53,7 +66,7 @@ def test_every_command_runs(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True, timeout=600)
     summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
     assert list(summary["seconds"]) == ["profile", "trace", "simulate", "bench"]
-    assert summary["profile"]["num_held_out"] >= 0
+    assert (summary["profile"]["num_drafts"], summary["profile"]["budget_s"]) == (3, 5.0)
     rows = summary["rows"]
     assert {row["mode"] for row in rows} == {"static", "adaptive", "lag", "lag-budget"}
     assert all(row["simulated"] > 0 and row["measured"] > 0 for row in rows)
