@@ -260,14 +260,19 @@ class Engine:
 
     def accept_stages(self, shape: VerifyShape, drafted: Drafted, rows: VerifiedRows) -> Verdict:
         draft, step = drafted.draft, drafted.plan.step
-        with self._span(step, "accept", "device"):
-            drafts, law = (None, None) if draft is None else (draft.token_ids, draft.law)
-            verdict = drafted.rule.judge(rows.batch, rows.logits, drafts, law, shape)
-        with self._span(step, "apply", "device"):
-            self.backend.apply(drafted.loaded, verdict.result)
-            if self.drafter is not None and rows.features is not None:
-                self.drafter.absorb(rows.features, rows.batch.positions, rows.batch.kv_slots)
+        drafts, law = (None, None) if draft is None else (draft.token_ids, draft.law)
+        with self.backend.beside(partial(self._absorb, rows, step)):
+            with self._span(step, "accept", "device"):
+                verdict = drafted.rule.judge(rows.batch, rows.logits, drafts, law, shape)
+            with self._span(step, "apply", "device"):
+                self.backend.apply(drafted.loaded, verdict.result)
         return verdict
+
+    def _absorb(self, rows: VerifiedRows, step: int) -> None:
+        """The features of all rows become draft context, whatever is accepted: see docs/architecture.md."""
+        if self.drafter is not None and rows.features is not None:
+            with self._span(step, "absorb", "device"):
+                self.drafter.absorb(rows.features, rows.batch.positions, rows.batch.kv_slots)
 
     def _report(self, drafted: Drafted, decision: Decision, rows: VerifiedRows, verdict: Verdict) -> Export:
         """Log-probabilities, from the target's own logits."""

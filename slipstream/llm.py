@@ -169,7 +169,8 @@ class LLM(Host):
             self._counted = self.engine.totals, self.engine.num_decode_steps
             del self.engine
         pool_bytes: Any = next(value for name, value, _ in self.notes if name == "kv_memory")
-        same = dataclasses.replace(self.config, kv_memory=pool_bytes)  # others may have taken their part since
+        # Not by the share that it was sized by: others may have taken their part since.
+        same = dataclasses.replace(self.config, kv_memory=pool_bytes, gpu_memory_utilization=None)
         gc.collect()  # on a device there may be no room for two
         if self.models.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -19,6 +19,9 @@ from slipstream.logprobs import PromptPart, Wanted
 from slipstream.plan import Admission, Decision, Int32s, StepPlan
 
 WORST_CONTEXT = 2048  # tokens before the rows of a largest step; where attention is fused they make no difference
+# Steps full of prompts that are run, each beside more that decode: as many are served while a batch fills up, each a little
+# larger than the one before, and what an allocator kept of that one is too small for it.
+NUM_FILLING = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +62,9 @@ def time_step(
 def run_largest_steps(engine: Engine) -> list[StepPlan]:
     """The steps that take most memory, one in flight behind the other; returns their plans.
 
-    All slots at S + 1 rows, and as many given rows of prompts beside drafts as a step may have; everybody asks for all
-    that costs memory: sampling, filters, penalties, log-probabilities. All rows lie on one page, so that the smallest
-    pool will do; the engine is of no use for anything else afterwards.
+    All slots at S + 1 rows, and as many given rows of prompts beside drafts as a step may have, in steps that grow;
+    everybody asks for all that costs memory: sampling, filters, penalties, log-probabilities. All rows lie on one page, so
+    that the smallest pool will do; the engine is of no use for anything else afterwards.
     """
     limits, state = engine.scheduler.limits, engine.state
     count = limits.max_num_seqs
@@ -71,7 +74,8 @@ def run_largest_steps(engine: Engine) -> list[StepPlan]:
         column[:count].fill_(value)
     for column, value in ((state.shaping.repetition, 1.1), (state.shaping.frequency, 0.1)):
         column[:count].fill_(value)
-    plans = [_largest_step(engine, context, chunks) for chunks in ([], _chunks(engine))]
+    plans = [_largest_step(engine, context, count, [])]
+    plans += [_largest_step(engine, context, decoding, _chunks(engine, decoding)) for decoding in _filling(engine)]
     previous: Flight | None = None
     for plan in plans:
         state.context[: plan.num_decode].fill_(context)
@@ -87,21 +91,27 @@ def run_largest_steps(engine: Engine) -> list[StepPlan]:
     return plans
 
 
-def _chunks(engine: Engine) -> list[int]:
-    """Given rows of the prompts in a step that is full of them, in as few slots as possible."""
+def _filling(engine: Engine) -> list[int]:
+    """How many decode beside the prompts of each step: none at first, in the end as many as leave a step full."""
+    limits = engine.scheduler.limits
+    wanted = limits.max_num_batched_tokens
+    fitting = (n for n in range(limits.max_num_seqs - 1, 0, -1) if n + sum(_chunks(engine, n)) == wanted)
+    most = next(fitting, 0)
+    return sorted({most * step // (NUM_FILLING - 1) for step in range(NUM_FILLING)})
+
+
+def _chunks(engine: Engine, num_decode: int) -> list[int]:
+    """Given rows of the prompts that fill a step beside so many that decode, in as few slots as possible."""
     limits, chunks = engine.scheduler.limits, list[int]()
-
-    def spare() -> int:
-        return limits.max_num_batched_tokens - sum(chunks) - (limits.max_num_seqs - len(chunks))
-
-    while len(chunks) < limits.max_num_seqs and spare() > 0:
-        chunks.append(min(spare() + 1, limits.max_model_len - 1))
+    spare = limits.max_num_batched_tokens - num_decode
+    while spare > 0 and num_decode + len(chunks) < limits.max_num_seqs:
+        chunks.append(min(spare, limits.max_model_len - 1))
+        spare -= chunks[-1]
     return chunks
 
 
-def _largest_step(engine: Engine, context: int, chunks: list[int]) -> StepPlan:
-    limits = engine.scheduler.limits
-    count, num_decode = limits.max_num_seqs, limits.max_num_seqs - len(chunks)
+def _largest_step(engine: Engine, context: int, num_decode: int, chunks: list[int]) -> StepPlan:
+    limits, count = engine.scheduler.limits, num_decode + len(chunks)
     num_drafts = limits.max_drafts if engine.drafter is not None and num_decode else 0
     cap = min(num_drafts, limits.max_model_len - 2 - context)  # the token after the last draft has a position, too
     given = np.array([1] * num_decode + chunks, np.int32)

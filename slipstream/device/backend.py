@@ -5,7 +5,8 @@ decisions arrive, the ops of the stages `load`, `rank`, `layout`, `fill` and `ap
 are or replayed. `TorchBackend` keeps exact sizes and replays nothing. `TritonBackend` (device/triton.py) pads and captures.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -76,6 +77,9 @@ class Backend(Protocol):
         Behind the last token that was emitted stands anything: `commit` does not look at it. result: the verdict's.
         """
 
+    def beside(self, function: Callable[[], object]) -> AbstractContextManager[None]:
+        """The function's launches before those of the block, or beside them: neither may read what the other writes."""
+
     def before(self, stage: str, exporter: Exporter) -> None:
         """Called ahead of `draft`, `accept` and `report`, whose outputs may still be on their way to the host."""
 
@@ -122,6 +126,11 @@ class TorchBackend:
 
     def hold(self, drafts: Tensor, signal: Tensor) -> None:
         pass
+
+    @contextmanager
+    def beside(self, function: Callable[[], object]) -> Iterator[None]:
+        function()
+        yield
 
     def before(self, stage: str, exporter: Exporter) -> None:
         pass

@@ -52,6 +52,31 @@ class Graphs:
         return result
 
 
+class Branch:
+    """Lets launches of a stage that is recorded run beside its others; a replay starts both at once."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        """device: None where nothing is ever recorded."""
+        self._stream: torch.cuda.Stream | None = None
+        if device is not None:
+            # The same in every graph: they share what it allocates.
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def beside(self, function: Callable[[], object]) -> Iterator[None]:
+        """`function` runs beside what the block launches, and is over when it is. Where nothing is recorded: before it."""
+        if self._stream is None or not torch.cuda.is_current_stream_capturing():
+            function()
+            yield
+            return
+        main = torch.cuda.current_stream()
+        self._stream.wait_stream(main)
+        with torch.cuda.stream(self._stream):
+            function()
+        yield
+        main.wait_stream(self._stream)
+
+
 @contextmanager
 def garbage_left_alone() -> Iterator[None]:
     """No collection meanwhile: graphs of a former engine that are let go while one is recorded would break the record."""

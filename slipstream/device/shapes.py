@@ -20,6 +20,7 @@ PREFILL_ROWS = (
     64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 3072, 4096, 6144, 8192,
 )  # fmt: skip
 PREFILL_SEQUENCES = (2, 8, 32, 128)
+STEPS_BEYOND = 16  # per octave, of steps that are launched because they are larger than all that are captured
 STEPS_PER_OCTAVE = 4  # a row bucket is at most a quarter larger than the one before: rows cost where weights do not
 
 
@@ -68,6 +69,7 @@ class Buckets:
         full_width = {n * (max_drafts + 1) for n in self.sequences}
         self.rows = tuple(sorted({*row_buckets(max(full_width)), *full_width}))
         self.prefill_rows = tuple(n for n in PREFILL_ROWS if n <= max_rows)
+        self._max_rows = max_rows
         self.prefill_sequences = (*(n for n in PREFILL_SEQUENCES if n < max_num_seqs), max_num_seqs)
         self._prunes = prunes
         self._find = lru_cache(NUM_KNOWN)(self._padded)
@@ -82,7 +84,10 @@ class Buckets:
         self, num_sequences: int, num_rows: int, num_outputs: int, *, decode_only: bool, filtered: bool = False,
         shaped: bool = False, struck: bool = False,
     ) -> VerifyShape:  # fmt: skip
-        """The smallest captured shape that holds the step; an exact number of rows where none does."""
+        """The smallest captured shape that holds the step. Beyond them rows are padded by a sixteenth at most.
+
+        Exact rows would be as many sizes of memory as there are steps, and an allocator keeps what it gave to each.
+        """
         return self._find(num_sequences, num_rows, num_outputs, decode_only, filtered, shaped, struck)
 
     def _padded(
@@ -94,7 +99,7 @@ class Buckets:
             shape = self._decode(padded, self._up(self._decode_rows(padded), num_rows))
         else:
             padded = self._up(self.prefill_sequences, num_sequences)
-            shape = self._mixed(padded, self._up(self.prefill_rows, num_rows))
+            shape = self._mixed(padded, self._mixed_rows(num_rows))
         return replace(
             shape, filtered=filtered, shaped=shaped, struck=struck, exact=(num_sequences, num_outputs)
         )  # fmt: skip
@@ -132,6 +137,12 @@ class Buckets:
     def _mixed(self, padded: int, rows: int) -> VerifyShape:
         outputs = min(rows, padded * (self.max_drafts + 1))
         return VerifyShape(padded, rows, outputs, False, self.max_drafts)
+
+    def _mixed_rows(self, rows: int) -> int:
+        if self.prefill_rows and rows <= self.prefill_rows[-1]:
+            return self._up(self.prefill_rows, rows)
+        part = max((1 << (rows.bit_length() - 1)) // STEPS_BEYOND, 1)
+        return max(min(-(-rows // part) * part, self._max_rows), rows)
 
     @staticmethod
     def _up(buckets: Sequence[int], count: int) -> int:

@@ -6,6 +6,7 @@ rows belong to nobody and write to the scratch page. Same promises as `device.ba
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from slipstream.device.backend import Floats
 from slipstream.device.batch import Batch
-from slipstream.device.graphs import Graphs
+from slipstream.device.graphs import Branch, Graphs
 from slipstream.device.reports import OutputReports
 from slipstream.device.shapes import Buckets, DraftShape, VerifyShape
 from slipstream.device.staging import Exporter, Mailbox, Uploader
@@ -28,7 +29,6 @@ from slipstream.logprobs import Wanted
 from slipstream.plan import NUM_VERDICT_COLUMNS, Decision, StepPlan
 
 FENCES = {"draft": "confidence", "accept": "result", "report": "logprobs"}  # what stages write that is exported
-_NO_WIDTHS = np.zeros(0, np.int64)
 PREFILL_BLOCK_Q = 16  # query rows of an attention tile where somebody prefills
 # Of every tile of an engine that is deterministic: with 7 drafts, what is the best for verification.
 DETERMINISTIC_BLOCK_Q = 8
@@ -97,6 +97,7 @@ class TritonBackend:
         self.buffers = StepBuffers.make(num_slots, num_drafts, device)
         self.graphs = graphs
         self.captures = graphs is not None
+        self._branch = Branch(device if self.captures else None)
         self._deterministic = deterministic
         self.row_buckets = buckets.rows
         self.mixed_row_buckets = buckets.prefill_rows
@@ -234,6 +235,9 @@ class TritonBackend:
             shape = replace(shape, filtered=False, shaped=False, struck=False)  # logits are changed afterwards
         captured = self.graphs.find((stage, shape)) if self.graphs else None
         return None if captured is None else captured.replay
+
+    def beside(self, function: Callable[[], object]) -> AbstractContextManager[None]:
+        return self._branch.beside(function)
 
     def before(self, stage: str, exporter: Exporter) -> None:
         exporter.fence(FENCES[stage])

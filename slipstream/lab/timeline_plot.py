@@ -29,7 +29,7 @@ COLORS: Mapping[str, str] = {
     "schedule": "#9ecae1", "take_confidence": "#eeeeee", "decide": "#d62728", "collect": "#eeeeee", "commit": "#6baed6",
     "export_confidence": "#b58fd8", "export": "#c7c7c7", "load": "#dddddd", "draft": "#ff9f40", "rank": "#e377c2",
     "layout": "#c5e0a5", "fill": "#98c97a", "verify": "#2ca02c", "accept": "#17becf", "apply": "#9edae5",
-    "settle": "#bcbd22", "report": "#dbdb8d",
+    "absorb": "#c7e9e4", "settle": "#bcbd22", "report": "#dbdb8d",
 }  # fmt: skip
 
 

@@ -54,11 +54,11 @@ def test_one_page_is_enough_for_steps_as_large_as_any(mode: str, acceptance: str
     watched = Watched(engine)
     plans = run_largest_steps(engine)
     drafts = 0 if mode == "off" else 4
-    # Four that decode; then one prompt of 37 rows beside three that decode: 40 given rows.
-    assert watched.rows == [4 * (1 + drafts), 40 + 3 * drafts]
-    assert watched.outputs == [4 * (1 + drafts), 1 + 3 * (1 + drafts)]
+    # Four that decode; then 40 given rows, of one prompt beside none that decode, beside one, two and three.
+    assert watched.rows == [4 * (1 + drafts), *(40 + n * drafts for n in range(4))]
+    assert watched.outputs == [4 * (1 + drafts), *(1 + n * (1 + drafts) for n in range(4))]
     assert all(plan.any_sampled and plan.any_top_p and plan.any_penalty and plan.logprobs for plan in plans)
-    assert [plan.reads_prompts for plan in plans] == [False, True]
+    assert [plan.reads_prompts for plan in plans] == [False, True, True, True, True]
 
 
 def test_no_served_step_is_larger() -> None:
@@ -75,7 +75,7 @@ def test_no_served_step_is_larger() -> None:
 def test_short_contexts_take_several_prompts_to_fill_a_step(length: int) -> None:
     engine = smallest("static", max_model_len=length)
     watched = Watched(engine)
-    _, mixed = run_largest_steps(engine)
+    *_, mixed = run_largest_steps(engine)
     assert max(watched.rows) <= 40 + 16
     assert mixed.num_given == min(40, 4 * (length - 1))
     assert int(mixed.num_given_np.max()) <= length - 1

@@ -55,11 +55,17 @@ def test_prefill_beside_decoding(rows: int) -> None:
     assert shape.num_outputs == min(shape.num_rows, shape.num_sequences * 4)
 
 
-def test_a_step_beyond_the_largest_shape_keeps_its_rows() -> None:
-    buckets = Buckets(max_num_seqs=8, max_drafts=3, max_rows=4096, prunes=True)
-    shape = buckets.verify(8, 4500, 8, decode_only=False, filtered=False)
-    assert shape.num_rows == 4500
-    assert shape not in set(buckets.verify_shapes())
+def test_steps_beyond_the_largest_shape_are_padded_to_a_few_sizes() -> None:
+    """An allocator keeps what it gave to one size, and it is too small for the next."""
+    most = 8192 + 256 * 7
+    buckets = Buckets(max_num_seqs=256, max_drafts=7, max_rows=most, prunes=True)
+    captured, found = set(buckets.verify_shapes()), set()
+    for rows in range(8193, most + 1):
+        shape = buckets.verify(256, rows, 256, decode_only=False, filtered=False)
+        assert shape not in captured
+        assert rows <= shape.num_rows <= min(most, rows * 17 / 16)
+        found.add(shape.num_rows)
+    assert len(found) == 4
 
 
 @pytest.mark.parametrize("decode_only", [True, False])

@@ -182,6 +182,16 @@ def test_an_engine_made_anew_has_a_pool_of_the_same_size(monkeypatch: pytest.Mon
     assert llm.engine.scheduler.pages.num_pages == before
 
 
+def test_an_engine_made_anew_goes_by_bytes_and_not_by_its_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share beside bytes is refused, and an engine that was given a share would have had no second life."""
+    llm = LLM(tiny_models(), max_model_len=128)
+    before = llm.engine.scheduler.pages.num_pages
+    object.__setattr__(llm.config, "gpu_memory_utilization", 0.9)  # as on a GPU; here it would be refused
+    monkeypatch.setattr(sizes, "memory_at_hand", lambda: 0)
+    llm.restart()
+    assert llm.engine.scheduler.pages.num_pages == before
+
+
 def test_an_engine_that_found_no_room_can_be_made_once_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(tiny_models(), max_model_len=128)
     (before,), notes = llm.generate([[3, 4, 5]], SamplingParams(max_tokens=4, ignore_eos=True)), list(llm.notes)
