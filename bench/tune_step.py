@@ -5,8 +5,8 @@
 
 bench/tune_linear.py times a product beside cold weights; in a step it also decides whether a norm is a launch of its own,
 and who waits for whom. A candidate is `TUNED` with some entries replaced, or as it is with every norm a launch (`apart`),
-or with launches that wait for the one before to be over (`late`), that come when it is (`behind`), or beside the last
-programs of any kernel (`beside`).
+or with launches that wait for the one before to be over (`late`), that come when it is (`behind`), beside the last
+programs of any kernel (`beside`), or early in steps of any number of rows (`any rows`).
 Entries of one candidate for different numbers of rows are choices of their own: compare candidates row by row. Engines
 record decoding at the given numbers of rows and nothing else. `linear` is the time in which the library multiplies by
 the weights of a step, and does nothing else. Two minutes at most for each model. `--smoke`: a toy, which is how the tests walk through it.
@@ -54,6 +54,7 @@ class Candidate:
     most_programs: int = (
         early.MOST_PROGRAMS
     )  # of a kernel beside whose last ones others come; norms stay where they are
+    most_rows: int = early.MOST_ROWS  # of a step whose kernels are launched early
 
     def table(self) -> dict[Size, tuple[tuple[int, Tile | None], ...]]:
         found = dict(kernels.TUNED)
@@ -67,7 +68,9 @@ class Candidate:
         reads = (lambda *_: False) if self.norms_apart else kernels.reads_half_normed
         with (
             patch.object(kernels, "TUNED", self.table()), patch.object(kernels, "reads_half_normed", reads),
-            patch.multiple(early, ENABLED=self.is_early, MOST_PROGRAMS=self.most_programs),
+            patch.multiple(
+                early, ENABLED=self.is_early, MOST_PROGRAMS=self.most_programs, MOST_ROWS=self.most_rows
+            ),
         ):  # fmt: skip
             yield
 
@@ -89,6 +92,7 @@ APART_AND_NOW = {
     "late": Candidate(is_early=False),
     "behind": Candidate(most_programs=0),
     "beside": Candidate(most_programs=1 << 30),
+    "any rows": Candidate(most_rows=1 << 30),
     "now": Candidate(),
 }
 CANDIDATES: Mapping[str, Mapping[str, Candidate]] = {
@@ -126,7 +130,7 @@ CANDIDATES: Mapping[str, Mapping[str, Candidate]] = {
     },
     "toy": APART_AND_NOW,
 }  # fmt: skip
-ROWS = {"8b": (1, 8, 32, 64), "smollm2": (1, 8, 32, 64, 128, 256), "toy": (1, 2)}
+ROWS = {"8b": (1, 8, 32, 64, 256), "smollm2": (1, 8, 32, 64, 128, 256), "toy": (1, 2)}
 
 Say = Callable[[str], None]
 Times = dict[int, dict[str, list[float]]]  # rows -> candidate, or "linear" -> ms of each wave

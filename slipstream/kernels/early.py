@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 _HOPPER = 9
 # Plain steps of SmolLM2 on an H200 (bench/results/tune-step-smollm2-h200.json), ms with and without: 1 row 0.66, 0.70; 32
 # rows 0.69, 0.73; 128 rows 0.98, 1.01; 256 rows 1.35, 1.29.
-_MOST_ROWS = 128
+MOST_ROWS = 128
 MULTIPROCESSORS = 132  # of an H100 or H200
 # Programs of a kernel beside which others may come: one each. Where several have to go before there is room, those of the
 # next kernel crowd where they went first: Qwen3-8B's shape at 32 rows, ms: 4.9, and 5.6 if all kernels overlap. SmolLM2 at
@@ -35,7 +35,7 @@ def early(rows: Tensor, num_programs: int) -> dict[str, Any]:
 
     `overlaps` is no constant, so that there are not twice as many kernels to be compiled.
     """
-    if not (ENABLED and len(rows) <= _MOST_ROWS and _can(rows.device)):
+    if not (ENABLED and len(rows) <= MOST_ROWS and _can(rows.device)):
         return {"overlaps": 0}
     return {"overlaps": int(num_programs <= MOST_PROGRAMS), "EARLY": True, "launch_pdl": True}
 
