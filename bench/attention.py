@@ -39,7 +39,7 @@ DTYPE = torch.bfloat16 if HAS_CUDA else torch.float32
 L2_BYTES = 200e6  # several times the cache
 MAX_LAYERS = 256
 FEW_ROWS = (  # (chunk_n, warps, stages) for up to 32 packed rows
-    (64, 4, 3), (64, 2, 3), (32, 2, 4), (32, 1, 4), (64, 4, 4), (128, 4, 2), (128, 8, 2), (128, 4, 3),
+    (64, 4, 3), (64, 8, 3), (64, 2, 3), (32, 2, 4), (32, 1, 4), (64, 4, 4), (128, 4, 2), (128, 8, 2), (128, 4, 3),
 )  # fmt: skip
 MANY_ROWS = ((64, 4, 3), (64, 4, 2), (64, 8, 3), (128, 8, 2), (32, 4, 3))
 
