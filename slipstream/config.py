@@ -64,13 +64,14 @@ class SamplingParams:
     presence_penalty: float = 0.0  # in [-2, 2]: subtracted once, if the output holds the token
     # Token id -> what is added to its logit, in [-100, 100].
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
-    min_tokens: int = 0  # before so many tokens no EOS (unless it is ignored) and no stop id is chosen
+    # Before so many tokens no EOS (unless it is ignored) and no stop id is chosen, and no stop string ends the answer.
+    min_tokens: int = 0
     seed: int | None = None  # None: a random one is drawn for the request
     max_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     stop: str | tuple[str, ...] = ()  # texts that end the answer, which is cut before them; kept as a tuple
-    include_stop_str_in_output: bool = False  # the text ends with the stop string, not before it
+    include_stop_str_in_output: bool = False  # the text ends with the stop string, if one ends it, not before it
     n: int = 1  # answers to the prompt, each with a seed of its own
     # Log-probabilities of the output's, or the prompt's, tokens: None = none, 0 = of those tokens alone, k = of the k most
     # probable ones besides, at most 20. Always log-softmax of the target's own logits, before all that is named above.

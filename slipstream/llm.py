@@ -118,7 +118,8 @@ class LLM(Host):
         """Answers to raw texts or token ids, in the order of the prompts.
 
         With `SamplingParams.n` above 1 a prompt's answers stand next to each other, numbered by `Completion.index`.
-        Answer i to a prompt with seed s is the one that seed `request.sibling_seed(s, i)` gives alone.
+        Answer i to a prompt with seed s is the one that seed `request.sibling_seed(s, i)` gives alone (sampled under
+        rejection: one of the same law, for drafts and widths have a part in it there).
         """
         if not isinstance(prompts, Iterable):
             raise RequestError(f"prompts is {prompts!r}; give a text, or a list of texts or token ids")

@@ -35,7 +35,8 @@ class StructuredOutput:
     regex: the whole text, without look-around and back-references; `.` is any character, a line's end too, \\w and \\d are
       of ASCII.
     grammar: EBNF (GBNF) whose rule `root` is the text. choice: texts, one of which is the answer.
-    after: everything is free until the output holds this text; then the form begins. None: with the first token.
+    after: everything is free until the output holds this text, an end (EOS, a stop) as well, which leaves an answer
+      without a form; then the form begins. None: with the first token.
     """
 
     json: Mapping[str, Any] | str | bool | None = None
