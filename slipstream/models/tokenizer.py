@@ -54,7 +54,9 @@ class Tokenizer:
                 "the text holds a lone surrogate, which is no character; decode it properly first"
             ) from None
         try:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special and self.add_bos is None).ids
+            # Of one text alone the library would hold Python's lock, for seconds if it has megabytes.
+            (found,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special and self.add_bos is None)
+            ids: list[int] = found.ids
         except BaseException as error:
             if _is_libraries(error):
                 raise RequestError(f"the tokenizer of {self.source} cannot read this text: {error}") from error
@@ -65,7 +67,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of many texts, on all cores."""
-        return [encoding.ids for encoding in self.backend.encode_batch(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of token ids; ids that are no token of the vocabulary give no text."""

@@ -98,7 +98,7 @@ async def tokenize(http: HttpRequest) -> Response:
     def encode() -> list[int]:
         if asked.messages is not None:
             return host.chat_ids(_plain(asked.messages), **(asked.chat_template_kwargs or {}))
-        return host.tokenizer.encode(asked.prompt or "", add_special=asked.add_special_tokens)
+        return host.tokenizer.encode(asked.prompt or "", add_special=asked.add_special_tokens is not False)
 
     tokens = await _in_pool(service, asked, encode)
     return _json({"tokens": tokens, "count": len(tokens), "max_model_len": host.max_model_len})
@@ -206,7 +206,7 @@ async def _answer(
     try:
         job.start(await _unless_failed(job, _in_pool(service, asked, prepare), asked.asks_for_form))
         entry.fields["prompt_tokens"] = job.num_prompt_tokens
-        renderer = Renderer(style, entry.request_id, service.model, _spelling(http), asked.return_token_ids)
+        renderer = Renderer(style, entry.request_id, service.model, _spelling(http), bool(asked.return_token_ids))
         if asked.stream:
             # Headers wait for the first token: whatever is wrong before that gets a status of its own.
             await job.begun()
@@ -216,7 +216,7 @@ async def _answer(
         entry.fields["completion_tokens"] = job.num_output_tokens
         return _json(renderer.whole(parts, usage_of(job)))
     except SlipstreamError as error:
-        raise problem_of(error, type(asked).model_fields) from error
+        raise _blamed(asked, error) from error
     finally:
         if not handed_over:
             watcher.cancel()
@@ -247,7 +247,12 @@ async def _in_pool(service: Service, asked: Body, work: Callable[[], Any]) -> An
             return work()
         return await service.in_pool(work, is_form)
     except SlipstreamError as error:
-        raise problem_of(error, type(asked).model_fields) from error
+        raise _blamed(asked, error) from error
+
+
+def _blamed(asked: Body, error: SlipstreamError) -> Problem:
+    problem = problem_of(error, type(asked).model_fields)
+    return asked.blamed(problem) if isinstance(asked, Answering) else problem
 
 
 async def _asked(http: HttpRequest, cls: type[Asked]) -> Asked:
@@ -262,6 +267,10 @@ async def _asked(http: HttpRequest, cls: type[Asked]) -> Asked:
 
 async def _body(http: HttpRequest, options: ServeOptions) -> bytes:
     parts, size, limit, seconds = [], 0, options.max_body_bytes, options.body_timeout_s
+    too_large = Problem(413, f"the body has more than {limit} bytes", code="body_too_large")
+    declared = int(found) if (found := http.headers.get("content-length", "")).isdecimal() else 0
+    if declared > (limit if "expect" in http.headers else _MOST_DROPPED_BYTES):
+        raise too_large
     try:
         async with asyncio.timeout(seconds):
             async for part in http.stream():
@@ -273,5 +282,5 @@ async def _body(http: HttpRequest, options: ServeOptions) -> bytes:
     except TimeoutError:
         raise Problem(408, f"the body did not arrive within {seconds:g} s", code="slow_body") from None
     if size > limit:
-        raise Problem(413, f"the body has more than {limit} bytes", code="body_too_large")
+        raise too_large
     return b"".join(parts)

@@ -136,7 +136,7 @@ def _engines(offered: "Offered") -> Engines:
 
 def _on_problem(http: Request, error: Exception) -> Response:
     assert isinstance(error, Problem)
-    http.scope["slipstream"].problem = error
+    http.scope["slipstream"].problem = error.alone()
     return respond(error)
 
 

@@ -46,7 +46,7 @@ class Keys:
         if not self._digests:
             return True
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = hashlib.sha256(key.strip().encode()).digest()
+        given = hashlib.sha256(key.strip().encode("latin-1")).digest()  # the bytes as they came
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return any(matches) and scheme.lower() == "bearer"
 

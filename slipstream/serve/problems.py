@@ -20,6 +20,11 @@ class Problem(Exception):
         self.status, self.message, self.code, self.param = status, str(self), code, param
         self.headers = dict(headers or {})
 
+    def alone(self) -> "Problem":
+        """Itself without the calls that it came by, which hold a prompt of megabytes until somebody collects garbage."""
+        self.__cause__ = self.__context__ = None
+        return self.with_traceback(None)
+
     @property
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
@@ -39,6 +44,7 @@ def problem_of(error: Exception, fields: Mapping[str, Any]) -> Problem:
         return error
     if isinstance(error, RequestError | CapacityError):
         name = str(error).split(maxsplit=1)[0].rstrip(":,").partition(".")[0]
+        name = "messages" if name == "prompt" and "messages" in fields else name  # what a prompt was made of
         code = "context_length_exceeded" if "max_model_len" in str(error) else None
         return Problem(400, str(error), param=name if name in fields else None, code=code)
     if isinstance(error, ConfigError):  # a library that this server lacks

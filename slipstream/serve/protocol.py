@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from slipstream.config import MAX_LOGPROBS, MAX_SIBLINGS, MAX_STOP_IDS, SamplingParams
-from slipstream.errors import RequestError
 from slipstream.serve.problems import Problem
 from slipstream.structured import StructuredOutput
 
@@ -27,8 +26,8 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False  # the usage so far with every event: load generators ask for it
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # the usage so far with every event: load generators ask for it
 
 
 class Structured(Body):
@@ -80,7 +79,7 @@ class Answering(Body):
     prompt_logprobs: int | None = None
     structured: Structured | None = None
     response_format: ResponseFormat | None = None
-    return_token_ids: bool = False
+    return_token_ids: bool | None = None
     return_steps: bool | None = None  # what became of drafts, step by step
     verify: str | None = None  # the mode, where the server offers several; None: its own
 
@@ -140,11 +139,14 @@ class Answering(Body):
             return StructuredOutput(json=True)
         if asked.json_schema is None:
             raise Problem(400, "response_format.json_schema is missing", param="response_format.json_schema")
-        try:
-            return StructuredOutput(json=asked.json_schema.schema_)
-        except RequestError as error:
-            message = str(error).replace("structured.json", "response_format.json_schema.schema")
-            raise Problem(400, message, param="response_format") from error
+        return StructuredOutput(json=asked.json_schema.schema_)
+
+    def blamed(self, problem: Problem) -> Problem:
+        """A problem of the engine in the request's own words: what it calls `structured` may be a `response_format`."""
+        if problem.param != "structured" or self.structured is not None:
+            return problem
+        message = problem.message.replace("structured.json", "response_format.json_schema.schema")
+        return Problem(problem.status, message, code=problem.code, param="response_format")
 
 
 class TextPart(Body):
@@ -251,7 +253,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool = True  # of a raw text: the begin token, if the model has one
+    add_special_tokens: bool | None = None  # of a raw text: the begin token, if the model has one, unless false
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:

@@ -89,8 +89,13 @@ def test_defaults_are_those_of_the_api() -> None:
     assert chat == SamplingParams(temperature=1.0, max_tokens=77)
     completion = parse(CompletionRequest, b'{"prompt": "x"}').sampling_params(77)
     assert completion == SamplingParams(temperature=1.0, max_tokens=16)
-    nulls = {name: None for name in CompletionRequest.model_fields if name not in ("prompt", "return_token_ids")}
+    nulls = {name: None for name in CompletionRequest.model_fields if name != "prompt"}
     assert parse(CompletionRequest, json.dumps({"prompt": "x", **nulls}).encode()).sampling_params(77) == completion
+    assert parse(TokenizeRequest, b'{"prompt": "x", "add_special_tokens": null}').prompt == "x"
+    options = (
+        b'{"prompt": "x", "stream": true, "stream_options": {"include_usage": null, "continuous_usage_stats": null}}'
+    )
+    assert not parse(CompletionRequest, options).usage_in_stream.include_usage
 
 
 def test_every_field_of_the_engine_can_be_asked_for() -> None:
@@ -117,6 +122,20 @@ def test_errors_of_the_engine_as_answers(error: Exception, status: int, param: s
     assert (problem.status, problem.param) == (status, param)
     with pytest.raises(KeyError):
         problem_of(KeyError("a bug"), {})
+
+
+def test_a_problem_holds_no_calls_and_with_them_no_prompts() -> None:
+    def refuse(prompt: str) -> None:
+        try:
+            raise RequestError("prompt is too long")
+        except RequestError as error:
+            raise problem_of(error, {"prompt": None}) from error
+
+    with pytest.raises(Problem) as raised:
+        refuse("x" * 1000)
+    problem = raised.value.alone()
+    assert (problem.__traceback__, problem.__cause__, problem.__context__) == (None, None, None)
+    assert problem.param == "prompt"
 
 
 def test_a_message_does_not_repeat_a_body_of_megabytes() -> None:

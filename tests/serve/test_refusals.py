@@ -88,6 +88,18 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
         {"messages": USER, "response_format": {"type": "json_object"}, "structured": {"regex": "a"}},
         "structured",
     ),
+    (
+        CHAT,  # found by who compiles it, not by who reads the request
+        {
+            "messages": USER,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "string", "minLength": 5, "maxLength": 3}},
+            },
+        },
+        "response_format",
+    ),
+    (CHAT, {"messages": [{"role": "user", "content": "many words " * 2000}]}, "messages"),
     (CHAT, {"messages": USER, "structured": {"regex": "a", "choice": ["b"]}}, "structured"),
     (CHAT, {"messages": USER, "structured": {"regex": "(("}}, "structured"),
     (COMPLETIONS, {"prompt": "x", "echo": True}, "echo"),
@@ -198,6 +210,17 @@ def test_a_body_in_chunks_is_counted_too(served: Running) -> None:
     problem(served.http.post(COMPLETIONS, content=chunks, headers={"content-type": "application/json"}), 413)
 
 
+@pytest.mark.parametrize("more", [b"", b"expect: 100-continue\r\n"])
+def test_a_body_that_says_it_is_too_large_is_not_waited_for(served: Running, more: bytes) -> None:
+    size = 5 << 20 if more else 99 << 30
+    with socket.create_connection(("127.0.0.1", served.port), timeout=5) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n"
+            % (size, more)
+        )
+        assert connection.recv(1000).startswith(b"HTTP/1.1 413")
+
+
 def test_bytes_that_are_no_http(served: Running) -> None:
     with socket.create_connection(("127.0.0.1", served.port)) as connection:
         connection.sendall(b"\x00\x01\x02 garbage\r\n\r\n")
@@ -211,10 +234,10 @@ def test_bytes_that_are_no_http(served: Running) -> None:
 
 def test_keys(tiny_pair: Models, tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("# ours\nsecret-1\n\n  secret-2  \n")
+    file.write_text("# ours\nsecret-1\n\n  secret-2  \nschlüssel\n", encoding="utf-8")
     with serving(make_llm(tiny_pair), api_keys=file) as running:
-        for key in ("secret-1", "secret-2"):
-            headers = {"authorization": f"Bearer {key}"}
+        for key in ("secret-1", "secret-2", "schlüssel"):
+            headers = {b"authorization": f"Bearer {key}".encode()}
             assert running.http.post(COMPLETIONS, json={"prompt": "x"}, headers=headers).status_code == 200
         wrong: list[dict[str, str]] = [
             {}, {"authorization": "Bearer secret-3"}, {"authorization": "Bearer"}, {"authorization": "secret-1"},
