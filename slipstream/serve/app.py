@@ -13,8 +13,9 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from importlib import metadata
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import uvicorn
 from fastapi import FastAPI
@@ -27,6 +28,7 @@ from slipstream.errors import EngineError
 from slipstream.host import Host
 from slipstream.serve import webpage
 from slipstream.serve.api import ANSWERS, router
+from slipstream.serve.connection import Connection
 from slipstream.serve.engine_process import EngineProcess
 from slipstream.serve.engine_thread import EngineThread
 from slipstream.serve.guard import Guard, respond
@@ -201,9 +203,10 @@ class Server(uvicorn.Server):
         self.engines = _engines(llms)
         self.app = make_app(self.engines, options, model, self._on_dead)
         self._closing: asyncio.Task[None] | None = None
+        http: Any = partial(Connection, head_timeout_s=options.body_timeout_s, on_refused=self._on_refused)
         super().__init__(
             uvicorn.Config(
-                self.app, lifespan="on", log_config=None, access_log=False, server_header=False,
+                self.app, http=http, lifespan="on", log_config=None, access_log=False, server_header=False,
                 timeout_graceful_shutdown=CLOSING_S, ws="none",
                 loop="asyncio",  # uvloop, if it is there, saves nothing here, and hides why it cannot listen
             )
@@ -249,6 +252,9 @@ class Server(uvicorn.Server):
             await service.stop_engines()
         finally:
             self.should_exit = True
+
+    def _on_refused(self, problem: Problem) -> None:
+        self.app.state.service.metrics.problem(problem.status)
 
     def _on_dead(self) -> None:
         self.has_failed = True
