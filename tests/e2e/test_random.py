@@ -95,6 +95,7 @@ def test_streams_show_the_text_of_the_answer(tiny: str) -> None:
     assert llm.engine.drafter.max_draft_tokens == 16
 
 
+@pytest.mark.slow
 def test_bench_serves_prompts_and_answers_of_an_exact_length(run: Run, tiny: str) -> None:
     code, out, err = run(
         "bench", "--model", tiny, "--draft", "random", "--modes", "off,static", "--prompts", "random:24",

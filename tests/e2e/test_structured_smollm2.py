@@ -133,6 +133,7 @@ def test_rejection_keeps_the_form() -> None:
     assert 0 < llm.engine.totals.accepted < llm.engine.totals.verified
 
 
+@pytest.mark.slow
 def test_a_stream_of_structured_text_joins() -> None:
     llm, params = llm_for("lag"), params_for(1.0)[0]
     chunks = list(llm.stream(CHATS[0], params))

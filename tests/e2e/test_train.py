@@ -386,7 +386,8 @@ def row_by_hand(
     return found
 
 
-@pytest.mark.parametrize("preset", [pytest.param("deepspec-dspark", marks=pytest.mark.slow), "speculators-dflash"])
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["deepspec-dspark", "speculators-dflash"])
 def test_a_step_is_one_graph(target: Decoder, answers: AnswerSet, preset: str, tmp_path: Path) -> None:
     """What is compiled on a GPU reads nothing on the host and does not branch on data: torch traces it in one piece."""
     trainer = Trainer(preset_options(preset, tmp_path), target, answers, quiet())
@@ -486,7 +487,8 @@ def test_bad_answer_files_are_named(tmp_path: Path) -> None:
         AnswerSet.load(tmp_path / "cut.safetensors")
 
 
-@pytest.mark.parametrize("algorithm", ["dspark", pytest.param("dflash", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["dspark", "dflash"])
 def test_several_processes_train_as_one(target: Decoder, answers: AnswerSet, algorithm: str, tmp_path: Path) -> None:
     """Two processes that share every batch end with one process's weights, up to the order of sums.
 

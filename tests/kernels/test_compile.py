@@ -359,11 +359,11 @@ PARTS = {
     "deterministic": deterministic,
     "reports": reports,
 }
-LONG = ("networks", "products", "acceptance", "filters", "deterministic")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a device, every test of a kernel compiles it")
-@pytest.mark.parametrize("part", [pytest.param(p, marks=pytest.mark.slow) if p in LONG else p for p in PARTS])
+@pytest.mark.parametrize("part", PARTS)
 def test_kernels_compile_without_a_device_in_few_variants(part: str, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[2]

@@ -84,6 +84,7 @@ def size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read as Linux has it")
 def test_what_is_refused_takes_no_more_than_twice_its_size(tmp_path: Path) -> None:
     cases = folders(tmp_path) | ggufs(tmp_path)

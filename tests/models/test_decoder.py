@@ -185,6 +185,7 @@ def test_prepacked_weights_change_no_bit(target_spec: DecoderSpec, rows: int) ->
     assert not prepack_networks(Decoder(target_spec, dtype=torch.float16)), "fp16 has no such layout"
 
 
+@pytest.mark.slow
 def test_smollm2_logits_equal_transformers_on_the_same_weights() -> None:
     """fp32, from the GGUF file. The reference's weights come through the gguf library and another un-permutation."""
     path = resolve_target("smollm2-135m")

@@ -51,6 +51,7 @@ def reference() -> Any:
     return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
+@pytest.mark.slow
 def test_ids_and_texts_equal_transformers(smollm2: Tokenizer, reference: Any) -> None:
     for text in TEXTS:
         ids = smollm2.encode(text)
@@ -62,6 +63,7 @@ def test_ids_and_texts_equal_transformers(smollm2: Tokenizer, reference: Any) ->
         assert smollm2.decode(smollm2.encode(text), skip_special=False) == text
 
 
+@pytest.mark.slow
 def test_random_text_equals_transformers_with_digits_cut_first(smollm2: Tokenizer, reference: Any) -> None:
     """transformers drops the pre-tokenizer's name when it reads GGUF, and with it the cut before each digit.
 

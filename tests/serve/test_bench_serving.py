@@ -14,7 +14,8 @@ from bench import serving, serving_engine, serving_front
 ENGINE_ALONE = {"tok_per_s", "step_ms", "cpu_us_per_token", "decode_steps", "tokens"}
 
 
-@pytest.mark.parametrize("in_thread", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("in_thread", [True, False])
 def test_a_small_run(
     in_thread: bool, tiny_folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
