@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -20,8 +21,9 @@ from slipstream.errors import EngineError
 from slipstream.grammars import Grammars
 from slipstream.lab import machine
 from slipstream.lab.measure import load
+from slipstream.lab.verify_exact_choice import hangs_on_drafts, perturbed_gap
 from slipstream.lab.verify_exact_engines import LAW_TAIL, Watch, prompts_of, start
-from slipstream.lab.verify_exact_law import LawTest, law_tests, perturbed_gap, visible
+from slipstream.lab.verify_exact_law import LawTest, law_tests, visible
 from slipstream.lab.verify_exact_options import ExactOptions
 from slipstream.lab.verify_exact_shape import FIELDS, Shape, grammars_of
 from slipstream.llm import LLM
@@ -38,6 +40,7 @@ FALSE_ALARM = 1e-3  # odds that a run calls a right engine wrong, over all of it
 NEAR_TIE = 2e-4  # top-2 gap, noise included, below which another order of summation in fp32 may choose the other token
 ROUNDING = 1.0  # the same in 16 bits: no proof of a fault below, one above
 MAX_LAW_PROMPTS, LAW_SAMPLES_EACH = 4, 200  # more prompts would spread the samples too thin for their rarer tokens
+ENOUGH_HANGING = 16  # texts that hang on the drafts in their blocks; more are not looked for
 _OWN_SEEDS = 1_000_000  # between the seeds of one sample and the next, which must be independent
 
 
@@ -204,6 +207,7 @@ def _with_grammars(plan: Plan, llm: LLM) -> LLM:
 @dataclass(frozen=True, slots=True)
 class Answers:
     token_ids: list[tuple[int, ...]]
+    accepted: list[tuple[bool, ...]]  # which of them were drafts
     counts: SpecCounters
     num_pruned: int
     errors: tuple[str, ...] = ()  # of requests that an error ended
@@ -223,15 +227,17 @@ class Serving:
     def __call__(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Answers:
         """In portions, so that a bar can move."""
         portion = max(64, 4 * self._llm.engine.scheduler.limits.max_num_seqs)
-        found, errors, counts, before = list[tuple[int, ...]](), list[str](), SpecCounters(), self._watch.num_pruned
+        found, accepted, errors = list[tuple[int, ...]](), list[tuple[bool, ...]](), list[str]()
+        counts, before = SpecCounters(), self._watch.num_pruned
         for first in range(0, len(prompts), portion):
             part = slice(first, first + portion)
             for completion in self._llm.generate([list(prompt) for prompt in prompts[part]], params[part]):
                 errors += [completion.error] if completion.error else []
                 found.append(tuple(completion.token_ids))
+                accepted.append(completion.accepted)
                 counts.merge(completion.spec)
             self._counter.add(len(prompts[part]))
-        return Answers(found, counts, self._watch.num_pruned - before, tuple(errors))
+        return Answers(found, accepted, counts, self._watch.num_pruned - before, tuple(errors))
 
 
 def _row(check: str, mode: str, rule: str, answers: Answers) -> dict[str, Any]:
@@ -262,6 +268,23 @@ def _unless_vacuous(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
+def _unless_blind(
+    row: dict[str, Any], plan: Plan, params: Sequence[SamplingParams], answers: Answers
+) -> dict[str, Any]:
+    """Where rows go by the tokens before them, a text must hang on the drafts in its blocks, or nothing had to see them."""
+    if not plan.shape.follows_output:
+        return row
+    hanging = (
+        hangs_on_drafts(plan.models, plan.prompts[index], tokens, answers.accepted[index], params[index], plan.shape)
+        for index, tokens in enumerate(answers.token_ids)
+    )
+    row = {**row, "hangs": sum(islice(filter(None, hanging), ENOUGH_HANGING))}
+    if row["verdict"] == "exact" and not row["hangs"]:
+        why = "no text hangs on whether drafts are seen by what was asked for: ask for more (--requests)"
+        return {**row, "verdict": "inconclusive", "why": why}
+    return row
+
+
 def _histogram(widths: Counter[int]) -> dict[str, int]:
     return {str(width): count for width, count in sorted(widths.items())}
 
@@ -283,7 +306,7 @@ def text_check(
     tied = sum(parting["gap"] < NEAR_TIE for parting in partings)
     row |= {"requests": len(params), "equal": len(params) - len(partings), "near_ties": tied, "partings": partings}
     if not partings:
-        return _unless_vacuous(row)
+        return _unless_blind(_unless_vacuous(row), plan, params, other)
     widest = max(parting["gap"] for parting in partings)
     if plan.deterministic:
         return {
@@ -294,7 +317,7 @@ def text_check(
     if plan.exact_sums:
         if tied == len(partings) <= max(1, len(params) // 100):
             row["why"] = f"{tied} near tie, which fp32 may decide either way"
-            return _unless_vacuous(row)
+            return _unless_blind(_unless_vacuous(row), plan, params, other)
         return {**row, "verdict": "differs", "why": f"texts part where the top-2 gap is {widest:.1e}"}
     if widest >= ROUNDING:
         return {**row, "verdict": "differs", "why": f"texts part where the top-2 gap is {widest:.2f}, beyond rounding"}

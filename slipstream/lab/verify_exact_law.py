@@ -26,7 +26,6 @@ from slipstream.config import SamplingParams
 from slipstream.lab.verify_exact_shape import Shape
 from slipstream.load import Models
 from slipstream.models.layers import DenseAttend
-from slipstream.ops.noise import gumbel
 from slipstream.ops.sample import filter_logits, probabilities
 
 MIN_EXPECTED = 10.0  # of a cell; less and its count is too far from normal for the odds that are stated
@@ -201,32 +200,17 @@ def laws(
     if shape is not None:
         logits = shape(logits, prompt, outputs)
     heat = logits.new_full((len(logits),), params.temperature)
-    return probabilities(_filtered(logits, params), heat)
+    return probabilities(filtered(logits, params), heat)
 
 
-def _filtered(logits: Tensor, params: SamplingParams) -> Tensor:
+def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
+    """logits [R, V] after temperature and filters."""
     heat, top_p = (logits.new_full((len(logits),), value) for value in (params.temperature, params.top_p))
     top_k = torch.full((len(logits),), params.top_k, device=logits.device)
     min_p = logits.new_full((len(logits),), params.min_p) if params.min_p else None
     return filter_logits(
         logits, heat, top_k, top_p, min_p=min_p, any_top_k=params.top_k > 0, any_top_p=params.top_p < 1
     )
-
-
-@torch.inference_mode()
-def perturbed_gap(
-    models: Models, prompt: Sequence[int], output: Sequence[int], params: SamplingParams, shape: Shape | None = None
-) -> float:
-    """Difference of the two best candidates for the token after these, the noise of its position included."""
-    rows, target = torch.tensor([*prompt, *output], device=models.device), models.target
-    hidden, _ = target(rows, torch.arange(len(rows), device=models.device), DenseAttend(target.spec))
-    logits = target.logits(hidden[-1:])[:, : models.vocab_size].float()
-    scores = _filtered(logits if shape is None else shape(logits, prompt, [output]), params)
-    if params.temperature > 0:
-        seed, position = torch.tensor([params.seed or 0]), torch.tensor([len(rows)])
-        scores = scores + gumbel(seed, position, scores.shape[1]).to(scores.device)
-    best = scores.topk(2).values[0]
-    return float(best[0] - best[1])
 
 
 # ------------------------------------------------------------------------------------------------------------- the tests

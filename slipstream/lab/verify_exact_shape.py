@@ -38,11 +38,14 @@ class Shape:
 
     @property
     def is_neutral(self) -> bool:
+        return not self.follows_output and not self._params.logit_bias
+
+    @property
+    def follows_output(self) -> bool:
+        """Whether a row's shape depends on the tokens before it: a bias does not."""
         asked = self._params
-        return (
-            (asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty) == (1, 0, 0)
-            and not asked.logit_bias and asked.structured is None
-        )  # fmt: skip
+        penalties = asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty
+        return penalties != (1, 0, 0) or asked.structured is not None
 
     def __call__(self, logits: Tensor, prompt: Tokens, outputs: Sequence[Tokens]) -> Tensor:
         """[R, V] fp32 -> [R, V] of what plain decoding filters and samples behind a prompt and each of R outputs."""

@@ -16,8 +16,10 @@ from slipstream.config import SamplingParams
 from slipstream.decide.policy import FullWidth
 from slipstream.errors import ConfigError
 from slipstream.lab import verify_exact as exact
-from slipstream.lab.verify_exact_law import Counts, chi_square_tail, force, laws, perturbed_gap, visible
+from slipstream.lab.verify_exact_choice import hangs_on_drafts, perturbed_gap
+from slipstream.lab.verify_exact_law import Counts, chi_square_tail, force, laws, visible
 from slipstream.lab.verify_exact_options import EXACT_MODES, ExactOptions
+from slipstream.lab.verify_exact_shape import Shape
 from slipstream.metrics import SpecCounters
 from slipstream.models.layers import DenseAttend
 from slipstream.testing import TableDrafter, tiny_models, tiny_spec
@@ -148,7 +150,7 @@ def plan_of(options: Make) -> exact.Plan:
 def answers(*texts: tuple[int, ...]) -> exact.Answers:
     counters = SpecCounters(drafted=70, verified=40, accepted=30)
     counters.reached_at[1], counters.accepted_at[1] = 40, 30
-    return exact.Answers(list(texts), counters, 10)
+    return exact.Answers(list(texts), [(False,) * len(text) for text in texts], counters, 10)
 
 
 PLAIN = ((3, 4, 5), (6, 7, 8), (9, 3, 4), (5, 5, 5))
@@ -207,10 +209,33 @@ def test_two_near_ties_in_four_are_too_many(options: Make, monkeypatch: pytest.M
     )
 
 
+def test_a_text_hangs_on_drafts_where_a_row_that_missed_them_would_choose_another_token() -> None:
+    models, prompt = models_with(), [3, 4, 9, 5]
+    params = SamplingParams(temperature=0.0, presence_penalty=2)
+
+    def choice(output: tuple[int, ...], seen: tuple[int, ...]) -> int:
+        """Greedy under a presence penalty, by hand."""
+        rows = torch.tensor([*prompt, *output])
+        hidden, _ = models.target(rows, torch.arange(len(rows)), DenseAttend(models.target.spec))
+        logits = models.target.logits(hidden[-1:])[0, : models.vocab_size].clone()
+        logits[list(set(seen))] -= 2
+        return int(logits.argmax())
+
+    found = set()
+    for first, second in itertools.product(range(models.vocab_size), repeat=2):
+        text = (first, second, choice((first, second), (first, second)))
+        block = (False, True, False)  # `first` ended a step, `second` was a draft, and the third stands behind it
+        expected = choice(text[:2], text[:1]) != text[2]
+        assert hangs_on_drafts(models, prompt, text, block, params, Shape(models, params)) == expected
+        found.add(expected)
+        assert not hangs_on_drafts(models, prompt, text, (False,) * 3, params, Shape(models, params))
+    assert found == {True, False}
+
+
 def test_the_gap_is_the_one_of_the_lossless_tests() -> None:
     for temperature in (0.0, 0.8):
         params = SamplingParams(temperature=temperature, top_p=0.9, seed=4)
-        ours = perturbed_gap(models_with(), [3, 4, 9, 5], [], params)
+        ours = perturbed_gap(models_with(), [3, 4, 9, 5], [], params, Shape(models_with(), params))
         assert ours == pytest.approx(harness.perturbed_gap(models_with(), [3, 4, 9, 5], params), abs=1e-6)
 
 

@@ -82,6 +82,20 @@ def first_mask_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Constraint, "fill", wrong)
 
 
+def test_a_wish_that_no_text_hangs_on_is_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A penalty that changes no choice says nothing of whether it sees drafts."""
+    report = report_under("penalties", modes=("static",), samples=20)
+    texts = [check for check in report["checks"] if check["check"] != "law"]
+    assert len(texts) == 3 and all(check["hangs"] > 0 for check in texts)
+    monkeypatch.setitem(SHAPES, "next to nothing", {"presence_penalty": 1e-9, "ignore_eos": True})
+    report = report_under("next to nothing", modes=("static",), samples=20)
+    texts = [check for check in report["checks"] if check["check"] != "law"]
+    assert [(check["hangs"], check["verdict"]) for check in texts] == [(0, "inconclusive")] * 3
+    assert any("--requests" in check["why"] for check in texts), "one rejects drafts as well"
+    monkeypatch.setitem(SHAPES, "bias", {"logit_bias": {5: 1.5}, "ignore_eos": True})
+    assert all("hangs" not in check for check in report_under("bias", modes=("static",), samples=20)["checks"])
+
+
 def no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "struck", lambda batch, logits, masks: logits)
 
