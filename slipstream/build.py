@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
@@ -24,7 +24,7 @@ from slipstream.decide.cost import CostModel, CostProfile
 from slipstream.decide.pace import draft_lengths
 from slipstream.decide.policy import FullWidth, Policy, draft_signal, make_policy
 from slipstream.decide.survival import find_calibration
-from slipstream.device.memory import DeviceUse, memory_of, must_fit
+from slipstream.device.memory import memory_of, must_fit
 from slipstream.draft.base import Drafter
 from slipstream.draft.ngram import NGramDraft
 from slipstream.engine import Engine
@@ -35,7 +35,7 @@ from slipstream.models.drafters import BlockDrafter
 from slipstream.models.headers import weights_digest
 from slipstream.peak import free_use, measure_peak, promise
 from slipstream.scheduler import Scheduler, SchedulerLimits
-from slipstream.sizes import WHOLE, Peak, Share, Sizes, engine_sizes, pool_request, size_pool
+from slipstream.sizes import WHOLE, Peak, PoolSize, Share, Sizes, engine_sizes, pool_request, size_pool
 
 log = logging.getLogger("slipstream")
 
@@ -43,14 +43,20 @@ NO_ROOM_FOR_POSITIONS = "rotary tables of {} positions do not fit in memory: low
 NO_ROOM_FOR_BUFFERS = "an engine's buffers and graphs do not fit beside its KV pool: lower kv_memory or max_num_seqs"
 
 
+class Built(NamedTuple):
+    engine: Engine
+    pool: PoolSize
+
+
 def build_engine(
     models: Models, speculative: SpeculativeConfig, config: EngineConfig, notes: list[Note],
     drafter: Drafter | None = None, policy: Policy | None = None, adapt: Adapt | None = None, share: Share = WHOLE,
-) -> Engine:  # fmt: skip
+    pool: PoolSize | None = None,
+) -> Built:  # fmt: skip
     """An idle engine for these options. `drafter` and `policy` are the caller's own, in place of those asked for.
 
     `adapt` is given the parts that the backend made and says what the engine runs in their place. `share` is the
-    engine's part of the memory at hand, where several are made.
+    engine's part of the memory at hand, where several are made. `pool`: as large as one before, whatever is at hand.
     """
     _check_loaded(models, config)
     source = _draft_source(models, speculative, drafter, notes)
@@ -64,20 +70,22 @@ def build_engine(
     lengths = draft_lengths(num_drafts) if recipe.prunes else (num_drafts,)
     sizes = engine_sizes(config, models, num_drafts)
     _reach_positions(models, source.network, sizes)
-    sizes, most = _with_pages(sizes, recipe, lengths, share, notes)
+    if pool is None:
+        pool = _pool_size(sizes, recipe, lengths, share, notes)
     if config.deterministic:
         rejects = speculative.acceptance == "rejection"
         notes.append(
             ("deterministic", True, "of greedy texts; sampled ones depend on drafts" if rejects else "as asked")
         )
+    taken_before = 0 if pool.beside is None else free_use(models.device).taken
     with must_fit(lambda: f"{NO_ROOM_FOR_BUFFERS}; {memory_of(models.device)}"):
-        engine = recipe.engine(sizes, policy, adapt)
+        engine = recipe.engine(replace(sizes, num_pages=pool.num_pages), policy, adapt)
         _capture(engine, lengths, notes)
-    if most is not None:
-        promise(engine, most - free_use(models.device).taken)
+    if pool.beside is not None:
+        promise(engine, taken_before + pool.num_bytes + pool.beside - free_use(models.device).taken)
     if policy is None and engine.drafter is not None:  # at last: a cost model may have to be measured on the engine
         engine.policy = _policy(speculative, source, engine, models, notes, config.deterministic)
-    return engine
+    return Built(engine, pool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -135,30 +143,15 @@ def _reach_positions(models: Models, network: BlockDrafter | None, sizes: Sizes)
                 each.rotary.reach(wanted)
 
 
-def _with_pages(
-    sizes: Sizes, recipe: _Recipe, lengths: Sequence[int], share: Share, notes: list[Note]
-) -> tuple[Sizes, int | None]:
-    """On a GPU by what an engine of these sizes is seen to take, unless the pool's bytes were asked for.
-
-    Beside the sizes: what all will take of the GPU once this engine works at its worst, where that was measured.
-    """
-    models, config = recipe.models, recipe.config
-    asked = pool_request(config, models, recipe.source.network, sizes, share)
-    seen: list[int] = []  # what was taken before, and what the engine takes beside pages
-
-    def use() -> DeviceUse:
-        found = free_use(models.device)
-        seen.append(found.taken)
-        return found
+def _pool_size(sizes: Sizes, recipe: _Recipe, lengths: Sequence[int], share: Share, notes: list[Note]) -> PoolSize:
+    """On a GPU by what an engine of these sizes is seen to take, unless the pool's bytes were asked for."""
+    device = recipe.models.device
+    asked = pool_request(recipe.config, recipe.models, recipe.source.network, sizes, share)
 
     def peak() -> Peak:
-        found = measure_peak(partial(recipe.rehearsed.engine, sizes), models.device, lengths, asked.least)
-        seen.append(found.step + found.graphs)
-        return found
+        return measure_peak(partial(recipe.rehearsed.engine, sizes), device, lengths, asked.least)
 
-    num_pages = size_pool(config, asked, use if models.device.type == "cuda" else None, peak, notes)
-    most = sum(seen) + num_pages * asked.page_bytes if len(seen) == 2 else None
-    return replace(sizes, num_pages=num_pages), most
+    return size_pool(recipe.config, asked, partial(free_use, device) if device.type == "cuda" else None, peak, notes)
 
 
 def _backend(config: EngineConfig, models: Models, notes: list[Note]) -> str:

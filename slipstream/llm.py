@@ -7,7 +7,6 @@
 Several LLMs may share the loaded weights (`Models`); each has its own engine.
 """
 
-import dataclasses
 import gc
 import logging
 import os
@@ -102,7 +101,7 @@ class LLM(Host):
         self.models = model
         self.notes: list[Note] = list(model.notes)
         self._given = drafter, policy, adapt
-        self.engine = build_engine(model, self.speculative, self.config, self.notes, *self._given, share)
+        self.engine, self._pool = build_engine(model, self.speculative, self.config, self.notes, *self._given, share)
         self.engine.totals.mode = self.speculative.mode
         self._events = EventPool(stream=compute_stream(model.device)) if model.device.type == "cuda" else None
         grammars = XGrammars(model.tokenizer, model.vocab_size, model.eos_token_ids)
@@ -169,14 +168,11 @@ class LLM(Host):
         if hasattr(self, "engine"):  # the one before may have found no room
             self._counted = self.engine.totals, self.engine.num_decode_steps
             del self.engine
-        pool_bytes: Any = next(value for name, value, _ in self.notes if name == "kv_memory")
-        # Not by the share that it was sized by: others may have taken their part since.
-        same = dataclasses.replace(self.config, kv_memory=pool_bytes, gpu_memory_utilization=None)
         gc.collect()  # on a device there may be no room for two
         if self.models.device.type == "cuda":
             torch.cuda.empty_cache()
         notes = list(self.notes)  # they are not said again
-        self.engine = build_engine(self.models, self.speculative, same, notes, *self._given)
+        self.engine, _ = build_engine(self.models, self.speculative, self.config, notes, *self._given, pool=self._pool)
         self.engine.totals, self.engine.num_decode_steps = self._counted
         self.facts = self._facts()
 

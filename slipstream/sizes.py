@@ -123,6 +123,15 @@ class PoolRequest:
         return (num_pages - NUM_RESERVED_PAGES) * self.sizes.page_size
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSize:
+    """How large a KV pool was made: an engine that is made again gets the same, whatever others have taken since."""
+
+    num_pages: int
+    num_bytes: int
+    beside: int | None = None  # bytes that its engine takes beside it at its worst; None: that was not measured
+
+
 def left_below_mark(asked: PoolRequest, use: DeviceUse) -> int:
     """Bytes that this engine may take, pages and all. use: before it is made, weights in place."""
     return (int(use.total * asked.utilization) - use.taken) // asked.share.to_come
@@ -166,8 +175,9 @@ def _too_little(asked: PoolRequest, use: DeviceUse, peak: Peak, budget: int) -> 
 def size_pool(
     config: EngineConfig, asked: PoolRequest, use: Callable[[], DeviceUse] | None, peak: Callable[[], Peak],
     notes: list[Note],
-) -> int:  # fmt: skip
-    """Pages of an engine. use: of its GPU, None on a CPU. peak: measures, and is called only where that is needed."""
+) -> PoolSize:  # fmt: skip
+    """The pool of an engine. use: of its GPU, None on a CPU. peak: measures, and is called only where that is needed."""
+    beside = None
     if config.kv_memory is not None:
         assert isinstance(config.kv_memory, int), "the config makes it a number"
         budget, reason = config.kv_memory, "as asked"
@@ -175,7 +185,7 @@ def size_pool(
         budget, reason = memory_at_hand() // 4 // asked.share.among, "a quarter of the free memory at most"
         reason += f", split by {asked.share.among} engines" if asked.share.among > 1 else ""
     else:
-        budget, reason = _gpu_pool(asked, use(), peak, notes), "what that leaves below the mark"
+        (budget, beside), reason = _gpu_pool(asked, use(), peak, notes), "what that leaves below the mark"
     num_pages = asked.pages(budget)
     if num_pages < FEWEST_PAGES:
         raise CapacityError(
@@ -184,22 +194,25 @@ def size_pool(
         )
     if num_pages == asked.sizes.most_pages and config.kv_memory is None:
         reason = "all that the slots can use"
-    notes.append(("kv_memory", num_pages * asked.page_bytes, f"{asked.tokens(num_pages)} tokens of KV; {reason}"))
-    return num_pages
+    num_bytes = num_pages * asked.page_bytes
+    notes.append(("kv_memory", num_bytes, f"{asked.tokens(num_pages)} tokens of KV; {reason}"))
+    return PoolSize(num_pages=num_pages, num_bytes=num_bytes, beside=beside)
 
 
-def _gpu_pool(asked: PoolRequest, use: DeviceUse, peak: Callable[[], Peak], notes: list[Note]) -> int:
-    """Bytes for pages."""
+def _gpu_pool(
+    asked: PoolRequest, use: DeviceUse, peak: Callable[[], Peak], notes: list[Note]
+) -> tuple[int, int | None]:
+    """Bytes for pages, and what the engine takes beside them, if that was measured."""
     how = f"{in_words(use.taken)} of {in_words(use.total)} are taken, {in_words(asked.weights)} of it by weights; "
     if is_roomy(asked, use):
-        budget = asked.sizes.most_pages * asked.page_bytes
+        budget, beside = asked.sizes.most_pages * asked.page_bytes, None
         how += "no step was measured: slots can use less than a quarter of what is left"
     else:
         found = peak()
-        budget = gpu_budget(asked, use, found)
+        budget, beside = gpu_budget(asked, use, found), found.step + found.graphs
         how += f"a step at its worst takes {in_words(found.step)}, graphs {in_words(found.graphs)}"
     notes.append(("gpu_memory_utilization", asked.utilization, how))
-    return budget
+    return budget, beside
 
 
 def pool_request(

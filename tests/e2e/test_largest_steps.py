@@ -1,17 +1,19 @@
 """The steps that a GPU's KV pool is sized by: as large as any that the scheduler plans, on a pool of one page."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
-from slipstream import build, peak
+from slipstream import LLM, build, peak
+from slipstream.cache.pages import NUM_RESERVED_PAGES
 from slipstream.config import EngineConfig, SamplingParams, SpeculativeConfig
 from slipstream.device.memory import DeviceUse
 from slipstream.draft.ngram import NGramDraft
 from slipstream.engine import Engine
 from slipstream.rehearse import run_largest_steps
-from slipstream.sizes import FEWEST_PAGES, Peak, size_pool
+from slipstream.sizes import FEWEST_PAGES, Peak, PoolSize, size_pool
 from tests.e2e.engines import ScriptedDrafter, make_llm, models_with, prompts_of
 
 SIZES = {"max_model_len": 96, "page_size": 8, "max_num_batched_tokens": 40, "max_num_seqs": 4}
@@ -43,8 +45,8 @@ def smallest(mode: str, acceptance: str = "coupled", **options: Any) -> Engine:
         )
     models = models_with() if mode == "off" else models_with("dspark")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "size_pool", lambda *args, **options: FEWEST_PAGES)
-        return build.build_engine(models, speculative, EngineConfig(**{**SIZES, **options}), [])
+        patch.setattr(build, "size_pool", lambda *args: PoolSize(num_pages=FEWEST_PAGES, num_bytes=0))
+        return build.build_engine(models, speculative, EngineConfig(**{**SIZES, **options}), []).engine
 
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
@@ -99,9 +101,31 @@ def test_a_drafter_of_the_callers_own_is_not_called() -> None:
             build, "size_pool", lambda config, asked, use, *rest: size_pool(config, asked, lambda: gpu, *rest)
         )
         patch.setattr(build, "measure_peak", watch)
+        patch.setattr(build, "free_use", lambda device: gpu)
         speculative = SpeculativeConfig.for_mode("static", draft_model="scripted", num_speculative_tokens=4)
-        engine = build.build_engine(models_with(), speculative, EngineConfig(**SIZES), [], drafter)
+        engine, _ = build.build_engine(models_with(), speculative, EngineConfig(**SIZES), [], drafter)
     assert engine.drafter is drafter and isinstance(made[0].drafter, NGramDraft)
+
+
+def test_an_engine_that_is_made_again_has_the_pool_and_the_promise_of_the_one_before() -> None:
+    """Whatever others have taken since; a pool that was asked for was not measured, and promises nothing."""
+    promised: list[int] = []
+    taken = itertools.cycle([5000, 5300])  # before an engine is made, and once it is
+    models = models_with()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "free_use", lambda device: DeviceUse(total=1 << 30, taken=next(taken), reserved=0))
+        patch.setattr(build, "promise", lambda engine, num_bytes: promised.append(num_bytes))
+        patch.setattr(build, "size_pool", lambda *args: PoolSize(num_pages=9, num_bytes=200, beside=700))
+        llm = LLM(models, **SIZES)
+        patch.setattr(build, "size_pool", lambda *args: pytest.fail("it was sized again"))
+        llm.restart()
+        assert llm.engine.scheduler.pages.num_usable == 9 - NUM_RESERVED_PAGES
+        assert promised == [200 + 700 - 300] * 2
+        patch.undo()
+    llm = LLM(models, kv_memory="1MiB", **SIZES)
+    usable = llm.engine.scheduler.pages.num_usable
+    llm.restart()
+    assert llm.engine.scheduler.pages.num_usable == usable and len(promised) == 2
 
 
 def test_what_steps_will_take_is_kept_from_engines_that_are_sized_later() -> None:

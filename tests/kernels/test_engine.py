@@ -17,7 +17,7 @@ from slipstream.llm import LLM
 from slipstream.load import Models
 from slipstream.metrics import SpecCounters
 from slipstream.rehearse import run_largest_steps
-from slipstream.sizes import FEWEST_PAGES
+from slipstream.sizes import FEWEST_PAGES, PoolSize
 from slipstream.structured import StructuredOutput
 from slipstream.testing import TableDrafter, tiny_models, tiny_spec
 from tests.e2e.grammars import grammars
@@ -52,13 +52,13 @@ def check(device: str, mode: str, params: list[SamplingParams], algorithm: str =
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 def test_the_largest_steps_run_on_one_page(device: str, acceptance: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that a KV pool is sized by: see tests/e2e/test_largest_steps.py."""
-    monkeypatch.setattr(build, "size_pool", lambda *args, **options: FEWEST_PAGES)
+    monkeypatch.setattr(build, "size_pool", lambda *args: PoolSize(num_pages=FEWEST_PAGES, num_bytes=0))
     models = on(device, tiny_models("dspark", spec=SPEC))
     speculative = SpeculativeConfig.for_mode(
         "static", draft_model="tiny", num_speculative_tokens=3, acceptance=acceptance
     )
     sizes = {"max_num_seqs": 2, "max_model_len": 32, "max_num_batched_tokens": 8, "backend": "triton"}
-    engine = build.build_engine(models, speculative, EngineConfig(**sizes), [])  # type: ignore[arg-type]
+    engine, _ = build.build_engine(models, speculative, EngineConfig(**sizes), [])  # type: ignore[arg-type]
     assert [plan.num_given for plan in run_largest_steps(engine)] == [2, 8, 8]
 
 

@@ -83,7 +83,7 @@ def sized(
     config: EngineConfig, use: DeviceUse = USE, asked: PoolRequest = ASKED
 ) -> tuple[int, dict[str, tuple[Any, str]]]:
     notes: list[load.Note] = []
-    pages = size_pool(config, asked, lambda: use, lambda: PEAK, notes)
+    pages = size_pool(config, asked, lambda: use, lambda: PEAK, notes).num_pages
     return pages, {name: (value, reason) for name, value, reason in notes}
 
 
@@ -108,7 +108,7 @@ def test_nothing_is_measured_where_slots_need_little_of_what_is_left() -> None:
     def measured() -> Peak:
         raise AssertionError("a step was measured")
 
-    assert size_pool(EngineConfig(), small, lambda: USE, measured, notes) == 2 * 256 + 2
+    assert size_pool(EngineConfig(), small, lambda: USE, measured, notes).num_pages == 2 * 256 + 2
     assert "no step was measured" in notes[0][2]
     for asked in (
         replace(small, logits=4 * GIB),
@@ -128,7 +128,7 @@ def test_bytes_that_were_asked_for_win_and_nothing_is_measured() -> None:
 
     config = EngineConfig(kv_memory="1GiB")
     notes: list[load.Note] = []
-    assert size_pool(config, ASKED, measured, measured, notes) == 512
+    assert size_pool(config, ASKED, measured, measured, notes).num_pages == 512
     assert notes == [("kv_memory", GIB, f"{510 * 16} tokens of KV; as asked")]
     with pytest.raises(CapacityError, match="raise kv_memory"):
         size_pool(EngineConfig(kv_memory=3 << 20), ASKED, measured, measured, [])
@@ -178,16 +178,6 @@ def test_an_engine_made_anew_has_a_pool_of_the_same_size(monkeypatch: pytest.Mon
     llm = LLM(tiny_models(), max_model_len=128)
     before = llm.engine.scheduler.pages.num_pages
     monkeypatch.setattr(sizes, "memory_at_hand", lambda: 0)  # others have taken it
-    llm.restart()
-    assert llm.engine.scheduler.pages.num_pages == before
-
-
-def test_an_engine_made_anew_goes_by_bytes_and_not_by_its_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A share beside bytes is refused, and an engine that was given a share would have had no second life."""
-    llm = LLM(tiny_models(), max_model_len=128)
-    before = llm.engine.scheduler.pages.num_pages
-    object.__setattr__(llm.config, "gpu_memory_utilization", 0.9)  # as on a GPU; here it would be refused
-    monkeypatch.setattr(sizes, "memory_at_hand", lambda: 0)
     llm.restart()
     assert llm.engine.scheduler.pages.num_pages == before
 
