@@ -20,6 +20,7 @@ import numpy as np
 from bench.requests import make_llm, params_of, wave
 from slipstream.commit import Delta, commit
 from slipstream.config import MODES
+from slipstream.decide.policy import with_draft_length
 from slipstream.engine import Drafted, Engine, Flight
 from slipstream.lab import machine
 from slipstream.lab.measure import load, positions_needed, token_ids, warm_up
@@ -90,7 +91,7 @@ class BareEngine(Engine):
             self.take_confidence(previous.drafted if previous else None)
         if plan is None:
             return self.collect(previous) if previous else self._stuck()
-        drafted = self.launch_draft(self._with_draft_length(plan), self.policy.times(plan))
+        drafted = self.launch_draft(with_draft_length(plan, self.policy), self.policy.times(plan))
         early = self.policy.waits_for == "fresh"
         deltas = self.collect(previous) if early else []
         if early:

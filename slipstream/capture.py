@@ -73,7 +73,7 @@ class Recording:
         plan = nobody()
         loaded = backend.load(plan)
         rule = engine.rule.begin(backend.state, loaded, plan, engine.vocab_size)
-        self._drafted = Drafted(plan, loaded, rule, None, None, None, None)
+        self._drafted = Drafted(plan, loaded, rule)
         self._logits: torch.Tensor | None = None
         self._graphs.capture(("load", None), backend.load_stage)
 

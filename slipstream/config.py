@@ -39,6 +39,7 @@ NOT_DETERMINISTIC = (
 _LARGEST_FP32 = 3.4e38  # the device keeps temperatures in fp32
 MAX_LOGPROBS = 20  # top tokens that one entry may name
 MAX_BIASES = 300  # entries of one request's logit_bias: every slot has room for so many
+MAX_BANS = 128  # ids that min_tokens keeps from ending an answer: the same
 
 
 def _choice(field: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -22,12 +22,11 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.commit import Delta, Gains, commit
-from slipstream.decide.policy import Policy
+from slipstream.decide.policy import Policy, with_draft_length
 from slipstream.device.backend import Backend
-from slipstream.device.batch import Batch
 from slipstream.device.events import EventPool, Kind, Mark, NullRecorder, Recorder, Stopwatch
 from slipstream.device.memory import is_out_of_memory, release_cached
-from slipstream.device.shapes import DraftShape, VerifyShape
+from slipstream.device.shapes import DraftShape, Stage, VerifyShape
 from slipstream.device.staging import Export, Exporter, compute_stream
 from slipstream.device.state import PlanOnDevice, SlotState
 from slipstream.draft.base import Draft, Drafter, DraftView
@@ -40,7 +39,7 @@ from slipstream.request import Request
 from slipstream.scheduler import Scheduler
 from slipstream.verify.accept import Rule, StepRule, Verdict
 from slipstream.verify.report import report
-from slipstream.verify.target import TargetForward
+from slipstream.verify.target import TargetForward, VerifiedRows
 
 log = logging.getLogger(__name__)
 
@@ -52,20 +51,10 @@ class Drafted:
     plan: StepPlan
     loaded: PlanOnDevice
     rule: StepRule
-    draft: Draft | None  # None: draft length 0, or nobody decodes
-    report: Export | None  # its confidence on the way to the host
-    token_ids: Export | None  # the drafts themselves, where a request is constrained
-    marks: tuple[Mark, Mark] | None  # around the launch, where it is timed
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class VerifiedRows:
-    """What the target's forward leaves behind."""
-
-    batch: Batch
-    logits: torch.Tensor  # [O, V]
-    features: torch.Tensor | None  # [R, K * H] for the drafter
-    hidden: torch.Tensor | None  # [R, H] at least where prompts are reported
+    draft: Draft | None = None  # None: draft length 0, or nobody decodes
+    report: Export | None = None  # its confidence on the way to the host
+    token_ids: Export | None = None  # the drafts themselves, where a request is constrained
+    marks: tuple[Mark, Mark] | None = None  # around the launch, where it is timed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,7 +125,7 @@ class Engine:
             return self._stuck()
         if self.policy.waits_for == "lagged":
             self.take_confidence(self._previous.drafted if self._previous else None)
-        drafted = self.launch_draft(self._with_draft_length(plan), self.policy.times(plan))
+        drafted = self.launch_draft(with_draft_length(plan, self.policy), self.policy.times(plan))
         if self.policy.waits_for == "fresh":
             self.take_confidence(drafted)
         decision = self.decide(drafted)
@@ -150,7 +139,7 @@ class Engine:
             self.take_confidence(previous.drafted if previous else None)
         if plan is None:  # nothing can be launched before the step in flight is known
             return self.collect(previous) if previous else self._stuck()
-        drafted = self.launch_draft(self._with_draft_length(plan), self.policy.times(plan))
+        drafted = self.launch_draft(with_draft_length(plan, self.policy), self.policy.times(plan))
         early = self.policy.waits_for == "fresh" or plan.any_constrained
         deltas = self.collect(previous) if early else []
         if self.policy.waits_for == "fresh":
@@ -173,15 +162,6 @@ class Engine:
         with self._span(self.scheduler.next_step, "schedule", "host"):
             plan = self.scheduler.schedule()
         return plan if isinstance(plan, StepPlan) else None
-
-    def _with_draft_length(self, plan: StepPlan) -> StepPlan:
-        """The plan with this step's draft length d, which lagged data chose, and caps within it."""
-        if self.drafter is None or plan.num_decode == 0 or not plan.caps_np.any():
-            return dataclasses.replace(plan, draft_length=0, caps_np=np.zeros_like(plan.caps_np))
-        length = self.policy.draft_length(plan)
-        if length == plan.draft_length:  # S, which caps never exceed
-            return plan
-        return dataclasses.replace(plan, draft_length=length, caps_np=np.minimum(plan.caps_np, np.int32(length)))
 
     def decide(self, drafted: Drafted) -> Decision:
         with self._span(drafted.plan.step, "decide", "host"):
@@ -293,7 +273,7 @@ class Engine:
             teaches = drafted.loaded.teaches[:count] & ~verdict.invalid[:count]
             self.drafter.settle(draft, verdict.widths[:count], verdict.num_accepted[:count], teaches)
 
-    def _run(self, stage: str, shape: DraftShape | VerifyShape, function: Callable[[], Any], step: int) -> Any:
+    def _run(self, stage: Stage, shape: DraftShape | VerifyShape, function: Callable[[], Any], step: int) -> Any:
         """A stage as it is, or its replay where it was captured at this shape."""
         replay = self.backend.replay(stage, shape)
         if replay is None:

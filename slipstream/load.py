@@ -188,13 +188,17 @@ def choose_device(asked: str, notes: list[Note]) -> torch.device:
     try:
         device = torch.device(asked)
     except RuntimeError as error:
-        raise ConfigError(f"device is {asked!r}; choose auto, cpu, cuda or cuda:N") from error
+        raise ConfigError(f"device is {asked!r}; choose auto, cpu or cuda") from error
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {asked!r}; choose auto, cpu, cuda or cuda:N")
+        raise ConfigError(f"device is {asked!r}; choose auto, cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {asked!r}, but torch sees no GPU; use device auto or cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device is {asked!r}, torch sees {torch.cuda.device_count()} GPUs; they count from cuda:0")
+    if device.index:  # kernels, graphs and threads go by the current GPU, which is the first
+        raise ConfigError(
+            f"device is {asked!r}; use cuda, and choose the GPU from outside: CUDA_VISIBLE_DEVICES={device.index}"
+        )
     return device
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.config import MAX_BANS, MAX_BIASES
 from slipstream.logprobs import Wanted
 
 Int32s = NDArray[np.int32]
@@ -18,13 +19,15 @@ Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
+EDGE = 1e-6  # confidences are kept this far from 0 and 1 before their logit is taken, on the host as on the device
+
 # A verdict, as the device hands it on and sends it up, is a matrix [B, NUM_VERDICT_COLUMNS + W + 1] int32: these columns,
 # then the target's tokens y_0 .. y_W, valid up to number n = accepted.
 NUM_VERDICT_COLUMNS = 3
 WIDTH, NUM_ACCEPTED, IS_INVALID = range(NUM_VERDICT_COLUMNS)
 
 
-MAX_EDITS = 428  # of one request: every slot has room for so many
+MAX_EDITS = MAX_BIASES + MAX_BANS  # of one request
 FOREVER = 2**62  # tokens
 
 

@@ -17,15 +17,14 @@ from typing import TypeAlias
 import numpy as np
 
 from slipstream.cache.pages import PageAllocator, PageTable
-from slipstream.config import MAX_BIASES
+from slipstream.config import MAX_BANS
 from slipstream.errors import CapacityError, RequestError
 from slipstream.ledger import CONSTRAINED, EDIT, MIN_P, PENALTY, SAMPLED, TOP_K, TOP_P, InFlight, Ledger, Members
 from slipstream.metrics import SpecCounters
-from slipstream.plan import FOREVER, MAX_EDITS, Admission, Bools, Edit, Int32s, Int64s, StepPlan
+from slipstream.plan import FOREVER, Admission, Bools, Edit, Int32s, Int64s, StepPlan
 from slipstream.prefixes import PrefixCache
 from slipstream.request import FinishReason, Request
 
-MAX_BANS = MAX_EDITS - MAX_BIASES  # ids that min_tokens keeps from ending an answer
 STEPS_UNTIL_GROWTH = 256  # after a step that found no memory, and again
 
 

@@ -10,7 +10,7 @@ draft length.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
@@ -59,7 +59,8 @@ class Policy(Protocol):
         """[2 classes, S, 2] (scale, shift) for the device, see `SurvivalModel.calibration_np`."""
 
     def draft_length(self, plan: StepPlan) -> int:
-        """d for the step, before its draft is launched; `plan.draft_length` is S then. Called once per step."""
+        """d for the step, before its draft is launched; `plan.draft_length` is S then. Called once per step in which
+        somebody may have a draft."""
 
     def observe(self, plan: StepPlan, report: DraftReport) -> None:
         """Take in the confidence of `plan`'s draft. Rows outside `plan.teaches_np` teach nothing."""
@@ -75,6 +76,14 @@ class Policy(Protocol):
 
     def timed(self, plan: StepPlan, decision: Decision, measured_ms: float) -> None:
         """Take in how long the whole step took, draft included."""
+
+
+def with_draft_length(plan: StepPlan, policy: Policy) -> StepPlan:
+    """The plan with this step's draft length d, which lagged data chose, and caps within it; 0 where nobody may have any."""
+    length = policy.draft_length(plan) if plan.caps_np.any() else 0
+    if length == plan.draft_length:  # S, which caps never exceed
+        return plan
+    return replace(plan, draft_length=length, caps_np=np.minimum(plan.caps_np, np.int32(length)))
 
 
 class FullWidth:

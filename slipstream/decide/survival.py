@@ -21,6 +21,7 @@ from slipstream.config import CALIBRATION_FILE, SIGNALS
 from slipstream.errors import ConfigError
 from slipstream.files import replace_text
 from slipstream.models.folder import bounded_text, member, parse_json
+from slipstream.plan import EDGE
 
 Floats: TypeAlias = NDArray[np.float64]
 Float32s: TypeAlias = NDArray[np.float32]
@@ -31,7 +32,6 @@ Classes: TypeAlias = "Ints | slice"  # [n] of the rows, or, where all are of one
 
 CLASSES = ("greedy", "sampled")
 ALL_GREEDY, ALL_SAMPLED = slice(0, 1), slice(1, 2)
-EDGE = 1e-6  # confidences are kept this far from 0 and 1 before the logit
 DECAY = 0.999  # per step: what was learned fades over about a thousand steps
 PRIOR_WEIGHT = 64.0  # observations that the prior of a shift or a slope counts for, for good
 MEAN_WEIGHT = 16.0  # observations that 0.5^j counts for in a mean; fades like others

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.cache.pool import KVPool
 from slipstream.device.batch import Batch, RaggedBatch, fill, layout
-from slipstream.device.shapes import DraftShape, VerifyShape
+from slipstream.device.shapes import DraftShape, Stage, VerifyShape
 from slipstream.device.staging import Exporter, Uploader
 from slipstream.device.state import PlanOnDevice, SlotState, apply_verdict, load
 from slipstream.logprobs import Wanted
@@ -42,7 +42,7 @@ class Backend(Protocol):
 
     def verify_shape(self, plan: StepPlan, decision: Decision) -> VerifyShape: ...
 
-    def replay(self, stage: str, shape: DraftShape | VerifyShape) -> "Callable[[], object] | None":
+    def replay(self, stage: Stage, shape: DraftShape | VerifyShape) -> "Callable[[], object] | None":
         """What stands for the stage at this shape if it was captured; it returns what the stage did then."""
 
     def place(self, decision: Decision) -> Tensor:
@@ -80,7 +80,7 @@ class Backend(Protocol):
     def beside(self, function: Callable[[], object]) -> AbstractContextManager[None]:
         """The function's launches before those of the block, or beside them: neither may read what the other writes."""
 
-    def before(self, stage: str, exporter: Exporter) -> None:
+    def before(self, stage: Stage, exporter: Exporter) -> None:
         """Called ahead of `draft`, `accept` and `report`, whose outputs may still be on their way to the host."""
 
 
@@ -121,7 +121,7 @@ class TorchBackend:
             exact=(plan.num_sequences, num_outputs),
         )
 
-    def replay(self, stage: str, shape: DraftShape | VerifyShape) -> None:
+    def replay(self, stage: Stage, shape: DraftShape | VerifyShape) -> None:
         return None
 
     def hold(self, drafts: Tensor, signal: Tensor) -> None:
@@ -132,7 +132,7 @@ class TorchBackend:
         function()
         yield
 
-    def before(self, stage: str, exporter: Exporter) -> None:
+    def before(self, stage: Stage, exporter: Exporter) -> None:
         pass
 
     def place(self, decision: Decision) -> Tensor:

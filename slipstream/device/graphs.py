@@ -9,11 +9,14 @@ import gc
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from slipstream.device.shapes import Stage
+
 Result = TypeVar("Result")
+Key: TypeAlias = tuple[Stage, Hashable]  # and its shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,15 +35,15 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._captured: dict[Hashable, Captured] = {}
+        self._captured: dict[Key, Captured] = {}
 
     def __len__(self) -> int:
         return len(self._captured)
 
-    def find(self, key: Hashable) -> Captured | None:
+    def find(self, key: Key) -> Captured | None:
         return self._captured.get(key)
 
-    def capture(self, key: Hashable, function: Callable[[], Result]) -> Result:
+    def capture(self, key: Key, function: Callable[[], Result]) -> Result:
         """Run once as it is, which compiles kernels and lets libraries set themselves up, then record. Returns what a replay returns."""
         function()
         torch.cuda.synchronize(self._device)

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Literal, TypeAlias
 
 from slipstream.ops.attention import Segment
 
@@ -22,6 +23,9 @@ PREFILL_ROWS = (
 PREFILL_SEQUENCES = (2, 8, 32, 128)
 STEPS_BEYOND = 16  # per octave, of steps that are launched because they are larger than all that are captured
 STEPS_PER_OCTAVE = 4  # a row bucket is at most a quarter larger than the one before: rows cost where weights do not
+
+
+Stage: TypeAlias = Literal["load", "draft", "rank", "verify", "accept", "report"]  # those that may be captured
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from slipstream.device.backend import Floats
 from slipstream.device.batch import Batch
 from slipstream.device.graphs import Branch, Graphs
 from slipstream.device.reports import OutputReports
-from slipstream.device.shapes import Buckets, DraftShape, VerifyShape
+from slipstream.device.shapes import Buckets, DraftShape, Stage, VerifyShape
 from slipstream.device.staging import Exporter, Mailbox, Uploader
 from slipstream.device.state import PlanOnDevice, SlotState, packed_edits
 from slipstream.kernels import accept, logprobs, rank
@@ -28,7 +28,8 @@ from slipstream.kernels.attention import Tiles, choose_splits
 from slipstream.logprobs import Wanted
 from slipstream.plan import NUM_VERDICT_COLUMNS, Decision, StepPlan
 
-FENCES = {"draft": "confidence", "accept": "result", "report": "logprobs"}  # what stages write that is exported
+# What stages write that is exported.
+FENCES: dict[Stage, str] = {"draft": "confidence", "accept": "result", "report": "logprobs"}
 PREFILL_BLOCK_Q = 16  # query rows of an attention tile where somebody prefills
 # Of every tile of an engine that is deterministic: with 7 drafts, what is the best for verification.
 DETERMINISTIC_BLOCK_Q = 8
@@ -230,7 +231,7 @@ class TritonBackend:
             struck=plan.any_constrained,
         )
 
-    def replay(self, stage: str, shape: DraftShape | VerifyShape | None) -> Callable[[], object] | None:
+    def replay(self, stage: Stage, shape: DraftShape | VerifyShape | None) -> Callable[[], object] | None:
         if stage == "verify" and isinstance(shape, VerifyShape) and (shape.filtered or shape.shaped or shape.struck):
             shape = replace(shape, filtered=False, shaped=False, struck=False)  # logits are changed afterwards
         captured = self.graphs.find((stage, shape)) if self.graphs else None
@@ -239,7 +240,7 @@ class TritonBackend:
     def beside(self, function: Callable[[], object]) -> AbstractContextManager[None]:
         return self._branch.beside(function)
 
-    def before(self, stage: str, exporter: Exporter) -> None:
+    def before(self, stage: Stage, exporter: Exporter) -> None:
         exporter.fence(FENCES[stage])
 
     # ------------------------------------------------------------------ stages

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_EDGE = 1e-6  # keeps logits finite; as in ops/survival.py
+from slipstream.plan import EDGE
+
 _NOBODY = -1  # sort key of a draft that may not be verified
 _BITS_OF_TWO = 1 << 30  # 2.0 as an integer; a survival is at most 1
 
@@ -37,7 +38,7 @@ def rank(
     _rank[(1,)](
         signal, calibration, slots, temperature, caps, total, widths,
         num_sequences, min(num_sequences, len(signal)), num_drafts, signal.stride(0), calibration.stride(0),
-        EDGE=_EDGE, NOBODY=_NOBODY, ABOVE_ALL=_BITS_OF_TWO * block_b * block_s, BLOCK_B=block_b, BLOCK_S=block_s,
+        EDGE=EDGE, NOBODY=_NOBODY, ABOVE_ALL=_BITS_OF_TWO * block_b * block_s, BLOCK_B=block_b, BLOCK_S=block_s,
         num_warps=_num_warps(block_b * block_s),
     )  # fmt: skip
 

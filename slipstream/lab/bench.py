@@ -186,10 +186,10 @@ def make_rows(
     off = {case.concurrency: measured for case, measured in zip(cases, waves, strict=True) if case.mode == "off"}
     rows = []
     for case, llm, measured in zip(cases, llms, waves, strict=True):
-        notes: dict[str, Any] = {name: value for name, value, _ in llm.notes}
         resolved = replace(case, num_speculative_tokens=llm.engine.scheduler.limits.max_drafts or None)
         plain = off.get(case.concurrency, ())
-        rows.append(bench_row(resolved, settings, notes.get("confidence_signal"), measured, plain))
+        signal = None if llm.engine.policy.signal == "none" else llm.engine.policy.signal
+        rows.append(bench_row(resolved, settings, signal, measured, plain))
         if options.replay is not None:  # drafts stand that the target would not have written
             rows[-1]["same_as_off"] = None
     return rows

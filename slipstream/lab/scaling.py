@@ -11,8 +11,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.decide.survival import EDGE, clean
+from slipstream.decide.survival import clean
 from slipstream.lab.quality import Bools, Floats, Ints, outcomes
+from slipstream.plan import EDGE
 
 Float32s: TypeAlias = NDArray[np.float32]
 

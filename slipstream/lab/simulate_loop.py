@@ -7,7 +7,6 @@ device work hides is given from outside. Nothing is learned, chosen or reported 
 Letters in shapes: B sequences of the step, D of them decode, S positions, d the draft length, N anchors of the trace.
 """
 
-import dataclasses
 from collections import deque
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -22,12 +21,12 @@ from slipstream.config import SamplingParams
 from slipstream.decide import controller
 from slipstream.decide.controller import AnyInts
 from slipstream.decide.cost import DraftTimes, StepCost
-from slipstream.decide.policy import Policy
+from slipstream.decide.policy import Policy, with_draft_length
 from slipstream.errors import ConfigError
 from slipstream.lab.dense import DenseTrace
 from slipstream.lab.waves import Answer, Wave, ttft_in_turn_ms
 from slipstream.metrics import Timing
-from slipstream.plan import Decision, DraftReport, StepPlan, StepResult
+from slipstream.plan import EDGE, Decision, DraftReport, StepPlan, StepResult
 from slipstream.request import Request
 from slipstream.scheduler import Scheduler, SchedulerLimits
 
@@ -39,7 +38,6 @@ Bools: TypeAlias = NDArray[np.bool_]
 
 BEYOND = 32  # positions behind the longest answer, as a bench leaves them
 NO_LIMIT = 1 << 30  # of the drafter's positions
-EDGE = np.float32(1e-6)  # as on the device
 
 
 @runtime_checkable
@@ -224,7 +222,9 @@ class VirtualEngine:
             assert previous is not None, "requests, and no step that any of them could take part in"
             self.now_ms = previous.end_ms
             return self.collect(previous)
-        plan, timed = self._with_draft_length(plan), self.policy.times(plan)
+        if self._oracle is not None:
+            self._oracle.foresee(self.device.runs(plan))
+        plan, timed = with_draft_length(plan, self.policy), self.policy.times(plan)
         report = self.launch_draft(plan)
         if self.policy.waits_for == "fresh":
             self.collect(previous)
@@ -241,16 +241,6 @@ class VirtualEngine:
         self.num_decode_steps += plan.num_decode > 0
         self.device.load(plan)
         return self.device.draft(plan) if plan.draft_length and self.policy.signal != "none" else None
-
-    def _with_draft_length(self, plan: StepPlan) -> StepPlan:
-        if self._oracle is not None:
-            self._oracle.foresee(self.device.runs(plan))
-        if not self.scheduler.limits.max_drafts or plan.num_decode == 0 or not plan.caps_np.any():
-            return dataclasses.replace(plan, draft_length=0, caps_np=np.zeros_like(plan.caps_np))
-        length = self.policy.draft_length(plan)
-        if length == plan.draft_length:
-            return plan
-        return dataclasses.replace(plan, draft_length=length, caps_np=np.minimum(plan.caps_np, np.int32(length)))
 
     def launch_verify(self, plan: StepPlan, report: DraftReport | None, decision: Decision, timed: bool) -> Flight:
         widths = self._widths(plan, report, decision)
@@ -323,7 +313,8 @@ def fresh_survival(signal_np: Float32s, calibration_np: Float32s, sampled_np: Bo
     rows = table[sampled_np.astype(np.int64)] if np.count_nonzero(sampled_np) else table[:1]  # [D or 1, d, 2]
     finite = np.isfinite(signal_np)
     all_finite = np.count_nonzero(finite) == signal_np.size
-    kept = (signal_np if all_finite else np.where(finite, signal_np, np.float32(0))).clip(EDGE, 1 - EDGE)
+    edge = np.float32(EDGE)
+    kept = (signal_np if all_finite else np.where(finite, signal_np, np.float32(0))).clip(edge, 1 - edge)
     odds = np.log((1 - kept) / kept)
     odds *= rows[..., 0]
     odds -= rows[..., 1]

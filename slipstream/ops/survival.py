@@ -6,7 +6,7 @@ Called by lag-budget's `rank` stage. The host's side of it, which also learns, i
 import torch
 from torch import Tensor
 
-_EDGE = 1e-6  # keeps logits finite
+from slipstream.plan import EDGE
 
 
 def fresh_survival(signal: Tensor, calibration: Tensor, sampled: Tensor) -> Tensor:
@@ -15,6 +15,6 @@ def fresh_survival(signal: Tensor, calibration: Tensor, sampled: Tensor) -> Tens
     """
     finite = signal.isfinite().to(signal.dtype).cumprod(-1)
     scale, shift = calibration[sampled.long(), : signal.shape[1]].unbind(-1)
-    clamped = signal.nan_to_num(0.0).clamp(_EDGE, 1 - _EDGE)
+    clamped = signal.nan_to_num(0.0).clamp(EDGE, 1 - EDGE)
     confidence = torch.sigmoid(torch.logit(clamped) * scale + shift)
     return (confidence * finite).cumprod(-1)

@@ -6,33 +6,20 @@ need may be replayed, prompts never are. The arithmetic is the backend's (`ops.l
 """
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from slipstream.device.backend import Backend
-from slipstream.device.batch import Batch
 from slipstream.logprobs import PromptPart, Wanted
 from slipstream.plan import Decision
-from slipstream.verify.target import TargetForward
+from slipstream.verify.target import TargetForward, VerifiedRows
 
 LOGITS_AT_ONCE = 1 << 25  # of a prompt's rows times vocabulary: those logits are made, reported and forgotten
 
 
-class SomeRows(Protocol):
-    """What the target's forward left behind."""
-
-    @property
-    def batch(self) -> Batch: ...
-    @property
-    def logits(self) -> Tensor: ...  # [O, V]
-    @property
-    def hidden(self) -> Tensor | None: ...  # [R, H], where `VerifyShape.keeps_hidden`
-
-
 def report(
-    wanted: Wanted, decision: Decision, rows: SomeRows, result: Tensor, target: TargetForward, backend: Backend
+    wanted: Wanted, decision: Decision, rows: VerifiedRows, result: Tensor, target: TargetForward, backend: Backend
 ) -> Tensor:
     """All that is wanted as one vector int32 (`logprobs.Reported.of`), outputs first; result: the verdict's [B, ...]."""
     parts = []
@@ -44,7 +31,7 @@ def report(
 
 
 def _of_prompt(
-    part: PromptPart, num_top: int, decision: Decision, rows: SomeRows, target: TargetForward, backend: Backend
+    part: PromptPart, num_top: int, decision: Decision, rows: VerifiedRows, target: TargetForward, backend: Backend
 ) -> Iterator[Tensor]:
     """[n, columns] of a few rows at a time. Drafts stand before all prompts, so the host knows where its rows are."""
     assert rows.hidden is not None

@@ -1,5 +1,6 @@
 """The target's forward over the ragged batch: stage `verify`. One code path for prefill, decode and verification."""
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -27,6 +28,16 @@ class Forwarded(NamedTuple):
     logits: Tensor  # [O, V] of the output rows, in the model's dtype
     features: Tensor | None  # [R, K * H] of all rows, if there are taps
     hidden: Tensor | None  # [R, H] what `TargetForward.head` takes; at least where `VerifyShape.keeps_hidden`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VerifiedRows:
+    """What the target's forward leaves behind."""
+
+    batch: Batch
+    logits: Tensor  # [O, V]
+    features: Tensor | None  # [R, K * H] for the drafter
+    hidden: Tensor | None  # [R, H] at least where prompts are reported
 
 
 class Target:

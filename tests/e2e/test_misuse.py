@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream.cli import main
 from slipstream.config import EngineConfig, SamplingParams, SpeculativeConfig
 from slipstream.errors import CapacityError, CheckpointError, ConfigError, RequestError
 from slipstream.lab.bench_options import BenchOptions
 from slipstream.llm import LLM
+from slipstream.load import choose_device
 from slipstream.models.inspect import describe
 from slipstream.options import build, gather
 from slipstream.testing import assert_nothing_left, tiny_models
@@ -168,3 +170,15 @@ def test_train_options_have_types(tmp_path: Path, fields: dict[str, Any]) -> Non
 def test_bench_options_have_types(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="must be a whole number"):
         BenchOptions(**fields)
+
+
+def test_another_gpu_than_the_first_is_chosen_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels, graphs and threads go by the current device: an engine on another one would launch where its tensors are not."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("cuda", []) == torch.device("cuda")
+    assert choose_device("cuda:0", []) == torch.device("cuda:0")
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=1"):
+        choose_device("cuda:1", [])
+    with pytest.raises(ConfigError, match="2 GPUs"):
+        choose_device("cuda:2", [])

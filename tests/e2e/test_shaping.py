@@ -10,10 +10,9 @@ import json
 import pytest
 import torch
 
-from slipstream.config import MAX_BIASES, SamplingParams
+from slipstream.config import MAX_BANS, MAX_BIASES, SamplingParams
 from slipstream.errors import RequestError
 from slipstream.options import gather
-from slipstream.scheduler import MAX_BANS
 from slipstream.testing import assert_nothing_left, tiny_models, tiny_spec
 from slipstream.verify import accept
 from tests.e2e.engines import (

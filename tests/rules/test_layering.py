@@ -20,7 +20,7 @@ RANKS: dict[str, float] = {
     "slipstream.patterns": 0.03,
     "slipstream.schema": 0.04,
     "slipstream.structured": 0.05,
-    "slipstream.plan": 0.1,
+    "slipstream.plan": 0.15,
     "slipstream.config": 0.1,
     "slipstream.metrics": 0.2,
     "slipstream.options": 0.2,
