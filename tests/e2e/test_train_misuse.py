@@ -230,7 +230,7 @@ def test_checkpoint_tensors_must_fit(
 
 @pytest.mark.parametrize("device", ["tpu", "meta", "", "cuda:x"])
 def test_devices_are_checked(device: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"device is {device!r}; choose auto, cpu, cuda"):
+    with pytest.raises(ConfigError, match=f"device is {device!r}; choose auto, cpu or cuda"):
         train(options(tmp_path, device=device), quiet())
 
 
