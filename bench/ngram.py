@@ -19,9 +19,9 @@ import torch
 
 from slipstream import LLM, SamplingParams, SpeculativeConfig
 from slipstream.lab import machine
-from slipstream.loops import ends_in_loop
 from slipstream.ops.lookup import lookup
 from slipstream.prompts import read_prompts
+from slipstream.repetition import ends_in_loop
 
 SETS = ("gsm8k", "humaneval", "mbpp", "math500", "mt_bench")
 Step = tuple[int, int, int]  # match length, accepted drafts, drafts that lie within the answer

@@ -54,11 +54,11 @@ def arguments() -> argparse.Namespace:
 
 class BareLedger(Ledger):
     def members(self, slots: Int64s, num_given: Int32s, emits: Bools) -> Members:
-        sampled = (self.sampling[slots] & SAMPLED) > 0
+        sampled = (self.wishes[slots] & SAMPLED) > 0
         return Members(
             requests=self.tenants[slots].tolist(), index_np=slots, slots_np=slots.astype(np.int32),
             generations_np=self.generations[slots], uids_np=self.uids[slots], sampled_np=sampled, teaches_np=emits,
-            num_given_np=num_given, emits_np=emits, cuts=SAMPLED * bool((sampled & emits).any()),
+            num_given_np=num_given, emits_np=emits, wishes=SAMPLED * bool((sampled & emits).any()),
             num_departures=self.num_departures, logprobs=None,
         )  # fmt: skip
 
@@ -77,7 +77,7 @@ class BareScheduler(Scheduler):
             caps_np=caps, context_np=ledger.context[slots],
             context_upper_bound_np=ledger.context_upper_bound[slots], sampled_np=members.sampled_np,
             teaches_np=members.teaches_np, admissions=tuple(admissions), page_writes_np=self._table.take_writes(),
-            any_sampled=members.cuts > 0, any_top_k=False, any_top_p=False,
+            any_sampled=members.wishes > 0, any_top_k=False, any_top_p=False,
         )  # fmt: skip
 
 

@@ -110,11 +110,12 @@ def triton_parts(given: Ingredients) -> Parts:
     taps = drafter.tap_layers if drafter else ()
     max_outputs = sizes.max_num_seqs * (sizes.num_drafts + 1)
     shaper = Shaper.make(state.shaping, state.token_ids, models.vocab_size)
-    rule: Rule = FusedRejectionRule(
-        given.samples, backend.buffers, shaper, law, draws=given.made is not None and given.samples
-    )
+    rule: Rule
     if given.coupled:
         rule = FusedCoupledRule(given.samples, backend.buffers, shaper, given.deterministic)
+    else:
+        draws = given.made is not None and given.samples
+        rule = FusedRejectionRule(given.samples, backend.buffers, shaper, law, draws)
     return Parts(
         target=FusedTarget(
             models.target, pools[0], taps, models.vocab_size, state, _workspace(models.target.spec, given),

@@ -288,12 +288,26 @@ class SpeculativeConfig:
         }
         return from_mapping(cls, {**fields, **flags})
 
+    @classmethod
+    def with_effect(cls, mode: str, **fields: Any) -> "SpeculativeConfig":
+        """The same without the options that do nothing in this mode, where several modes are given the same ones."""
+        ignored = NO_EFFECT.get(mode, frozenset())
+        return cls.for_mode(mode, **{name: value for name, value in fields.items() if name not in ignored})
+
+
+# Options that do nothing, by mode.
+NO_EFFECT: Mapping[str, frozenset[str]] = {
+    "off": frozenset(SpeculativeConfig.__dataclass_fields__),
+    "static": frozenset({"confidence_signal", "adaptive_speculative_min_gain", "cost_model", "calibration"}),
+    "lag-budget": frozenset({"adaptive_speculative_min_gain"}),
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """How the engine is sized. None means: chosen at start, with a reason in the log."""
 
-    dtype: str = "auto"  # auto, bfloat16, float32 (float16 on a GPU)
+    dtype: str = "auto"  # auto, bfloat16, float16, float32
     device: str = "auto"  # auto, cpu, cuda
     max_num_seqs: int | None = None  # slots: 64 on a CPU, 256 on a GPU
     max_num_batched_tokens: int | None = None  # given rows per step: 512 on a CPU, 8192 on a GPU

@@ -5,10 +5,8 @@ for Python per request. The ledger knows neither pages nor who comes next. Token
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from slipstream.answers import Answers
 from slipstream.logprobs import PromptPart, Wanted
@@ -16,9 +14,7 @@ from slipstream.metrics import SpecCounters
 from slipstream.plan import Bools, Int32s, Int64s
 from slipstream.request import Request
 
-UInt8s: TypeAlias = NDArray[np.uint8]
-
-# Bits of `Ledger.sampling`. A greedy request has none of the first four, whatever it asks for.
+# Bits of `Ledger.wishes`. A greedy request has none of the first four, whatever it asks for.
 SAMPLED, TOP_K, TOP_P, MIN_P, PENALTY, EDIT, CONSTRAINED = 1, 2, 4, 8, 16, 32, 64
 
 
@@ -35,7 +31,7 @@ class Members:
     teaches_np: Bools  # [B]
     num_given_np: Int32s  # [B]
     emits_np: Bools  # [B]
-    cuts: int  # bits of `Ledger.sampling` of those that emit
+    wishes: int  # bits of `Ledger.wishes` of those that emit
     num_departures: int  # that the ledger had seen
     logprobs: Wanted | None  # None: nobody asks for any
 
@@ -66,7 +62,7 @@ class Ledger:
         self.full_context = np.zeros(num_slots, np.int32)  # where the answer ends, by max_tokens or the model's context
         self.unplanned = np.zeros(num_slots, np.int32)  # known tokens in no plan yet; 0: it decodes, or is free
         self.decode_steps = np.zeros(num_slots, np.int32)  # planned since admission
-        self.sampling = np.zeros(num_slots, np.uint8)  # SAMPLED | TOP_K | ...
+        self.wishes = np.zeros(num_slots, np.uint8)  # SAMPLED | TOP_K | ...
         self.teaches = np.zeros(num_slots, np.bool_)
         self.num_reporting = 0  # tenants that ask for log-probabilities, of whatever
         self.num_logprobs = np.full(num_slots, -1, np.int32)  # top tokens per output token, -1: none are wanted
@@ -85,7 +81,7 @@ class Ledger:
         self.full_context[slot] = min(len(request.prompt_ids) + params.max_tokens, max_model_len) - 1
         self.unplanned[slot] = request.num_known - num_cached
         self.decode_steps[slot] = 0
-        self.sampling[slot] = _sampling_of(request)
+        self.wishes[slot] = _wishes_of(request)
         self.teaches[slot] = not request.constrained
         self._admit_reports(slot, request)
         self.answers.admit(slot, request)
@@ -102,18 +98,18 @@ class Ledger:
 
     def members(self, slots: Int64s, num_given: Int32s, emits: Bools) -> Members:
         """The tenants of `slots` [n], who take part with so many given rows each; emits: and gain tokens."""
-        sampling = self.sampling[slots]
+        wishes = self.wishes[slots]
         return Members(
             requests=self.tenants[slots].tolist(),
             index_np=slots,
             slots_np=slots.astype(np.int32),
             generations_np=self.generations[slots],
             uids_np=self.uids[slots],
-            sampled_np=(sampling & SAMPLED) > 0,
+            sampled_np=(wishes & SAMPLED) > 0,
             teaches_np=self.teaches[slots],
             num_given_np=num_given,
             emits_np=emits,
-            cuts=int(np.bitwise_or.reduce(sampling * emits)),
+            wishes=int(np.bitwise_or.reduce(wishes * emits)),
             num_departures=self.num_departures,
             logprobs=self._wanted(slots, num_given, emits) if self.num_reporting else None,
         )
@@ -175,7 +171,7 @@ class Ledger:
         self._counts.add_to(counters, slot)
 
 
-def _sampling_of(request: Request) -> int:
+def _wishes_of(request: Request) -> int:
     params, bits = request.params, 0
     if params.temperature > 0:
         bits = SAMPLED | TOP_K * (params.top_k > 0) | TOP_P * (params.top_p < 1) | MIN_P * (params.min_p > 0)

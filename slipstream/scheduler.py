@@ -155,7 +155,8 @@ class Scheduler:
     def shrink(self) -> list[Request]:
         """The last step was too large for the memory: plan smaller ones for a while, with all that ran queued again.
 
-        Fewer rows of prompts where it had any, else fewer requests. Returns whom that does not help: its one row was his.
+        Fewer rows of prompts where it had any, else fewer requests. Returns the request whose single row was the whole
+        step, if there was one: a smaller step cannot help it.
         """
         members = self.flights[-1].members
         num_given, any_chunk = int(members.num_given_np.sum()), bool((members.num_given_np > 1).any())
@@ -387,7 +388,7 @@ class Scheduler:
 
     def _plan(self, flight: InFlight, num_decode: int, caps: Int32s, admissions: list[Admission]) -> StepPlan:
         ledger, members = self.ledger, flight.members
-        slots, cuts = members.index_np, members.cuts
+        slots, wishes = members.index_np, members.wishes
         return StepPlan(
             step=flight.step,
             num_decode=num_decode,
@@ -405,14 +406,14 @@ class Scheduler:
             teaches_np=members.teaches_np,
             admissions=tuple(admissions),
             page_writes_np=self._table.take_writes(),
-            any_sampled=bool(cuts & SAMPLED),
-            any_top_k=bool(cuts & TOP_K),
-            any_top_p=bool(cuts & TOP_P),
-            any_min_p=bool(cuts & MIN_P),
-            any_penalty=bool(cuts & PENALTY),
-            any_edit=bool(cuts & EDIT),
+            any_sampled=bool(wishes & SAMPLED),
+            any_top_k=bool(wishes & TOP_K),
+            any_top_p=bool(wishes & TOP_P),
+            any_min_p=bool(wishes & MIN_P),
+            any_penalty=bool(wishes & PENALTY),
+            any_edit=bool(wishes & EDIT),
             logprobs=members.logprobs,
-            any_constrained=bool(cuts & CONSTRAINED),
+            any_constrained=bool(wishes & CONSTRAINED),
         )
 
 

@@ -16,7 +16,6 @@ from slipstream.commands import flags
 from slipstream.commands.shared import options_of, several
 from slipstream.config import SpeculativeConfig
 from slipstream.errors import ConfigError
-from slipstream.lab.bench_options import IGNORED_BY_MODE
 from slipstream.options import DEFAULT_MODEL, MODE_FLAGS, Options, build, field_names
 from slipstream.serve.options import ServeOptions
 
@@ -130,8 +129,7 @@ def _modes(options: Options, also: Sequence[str]) -> list[SpeculativeConfig]:
     fields = {name: value for name, value in options.speculative.items() if name not in MODE_FLAGS}
     if not fields.get("draft_model") and set(also) - {"off"}:
         raise ConfigError(f"also {','.join(also)} needs a drafter; name one with --draft")
-    kept = {mode: {k: v for k, v in fields.items() if k not in IGNORED_BY_MODE.get(mode, ())} for mode in also}
-    return [own, *(SpeculativeConfig.for_mode(mode, **kept[mode]) for mode in also)]
+    return [own, *(SpeculativeConfig.with_effect(mode, **fields) for mode in also)]
 
 
 def make_engines(options: Options, modes: Sequence[SpeculativeConfig]) -> "list[LLM]":

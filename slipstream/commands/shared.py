@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.config import SamplingParams
+from slipstream.config import EngineConfig, SamplingParams, SpeculativeConfig
 from slipstream.errors import ConfigError, RequestError
 from slipstream.lab.report import plain_json
-from slipstream.options import DEFAULT_MODEL, Options, gather
+from slipstream.options import DEFAULT_MODEL, Options, field_names, gather
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
@@ -21,37 +21,13 @@ if TYPE_CHECKING:
 
 def options_of(flags: Mapping[str, Any], own: Sequence[str] = ()) -> Options:
     """A command's `locals()` as options; names that no class of options knows stay out of it."""
-    kept = {name: value for name, value in flags.items() if name in _FLAG_FIELDS or name in own}
+    known = {"model", "draft", "verify", *own}.union(
+        *map(field_names, (SpeculativeConfig, EngineConfig, SamplingParams))
+    )
+    kept = {name: value for name, value in flags.items() if name in known}
     kept["draft_model"] = kept.pop("draft", None)
     kept["stop"] = kept.pop("stop", None) or None  # a flag that may be repeated is an empty list where it is not given
     return gather(kept, flags.get("config"), frozenset(own))
-
-
-_FLAG_FIELDS = frozenset(
-    [
-        "model",
-        "draft",
-        "draft_layout",
-        "verify",
-        "num_speculative_tokens",
-        "cost_model",
-        "acceptance",
-        "temperature",
-        "top_p",
-        "top_k",
-        "seed",
-        "max_tokens",
-        "stop",
-        "n",
-        "logprobs",
-        "dtype",
-        "device",
-        "deterministic",
-        "max_num_seqs",
-        "kv_memory",
-        "gpu_memory_utilization",
-    ]
-)
 
 
 def start(options: Options, **engine: Any) -> "LLM":

@@ -7,7 +7,7 @@ are or replayed. `TorchBackend` keeps exact sizes and replays nothing. `TritonBa
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,9 +24,7 @@ from slipstream.ops.attention import Segment
 from slipstream.ops.logprobs import report
 from slipstream.ops.rank import rank
 from slipstream.ops.survival import fresh_survival
-from slipstream.plan import NUM_ACCEPTED, NUM_VERDICT_COLUMNS, Decision, StepPlan
-
-Floats: TypeAlias = NDArray[np.float32]
+from slipstream.plan import NUM_ACCEPTED, NUM_VERDICT_COLUMNS, Decision, Float32s, StepPlan
 
 
 class Backend(Protocol):
@@ -48,7 +46,7 @@ class Backend(Protocol):
     def place(self, decision: Decision) -> Tensor:
         """Widths [B] that the host chose arrive."""
 
-    def rank(self, plan: StepPlan, decision: Decision, signal: Tensor, calibration_np: Floats) -> Tensor:
+    def rank(self, plan: StepPlan, decision: Decision, signal: Tensor, calibration_np: Float32s) -> Tensor:
         """Stage `rank`: widths [B] by this step's survival, from signal [D, d]; the host chose their sum."""
 
     def layout(self, loaded: PlanOnDevice, widths: Tensor, shape: VerifyShape) -> Batch:
@@ -139,7 +137,7 @@ class TorchBackend:
         assert decision.widths_np is not None
         return self._uploader.upload({"widths": decision.widths_np.astype(np.int64)})["widths"]
 
-    def rank(self, plan: StepPlan, decision: Decision, signal: Tensor, calibration_np: Floats) -> Tensor:
+    def rank(self, plan: StepPlan, decision: Decision, signal: Tensor, calibration_np: Float32s) -> Tensor:
         assert decision.budget is not None
         count = plan.num_decode
         moved = self._uploader.upload({

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.device.backend import Floats
 from slipstream.device.batch import Batch
 from slipstream.device.graphs import Branch, Graphs
 from slipstream.device.reports import OutputReports
@@ -26,7 +25,7 @@ from slipstream.kernels import accept, logprobs, rank
 from slipstream.kernels import batch as batch_kernels
 from slipstream.kernels.attention import Tiles, choose_splits
 from slipstream.logprobs import Wanted
-from slipstream.plan import NUM_VERDICT_COLUMNS, Decision, StepPlan
+from slipstream.plan import NUM_VERDICT_COLUMNS, Decision, Float32s, StepPlan
 
 # What stages write that is exported.
 FENCES: dict[Stage, str] = {"draft": "confidence", "accept": "result", "report": "logprobs"}
@@ -185,7 +184,7 @@ class TritonBackend:
             self._widths_np = decision.widths_np.copy()
         return self._decision.received["widths"]
 
-    def rank(self, plan: StepPlan, decision: Decision, signal: Tensor, calibration_np: Floats) -> Tensor:
+    def rank(self, plan: StepPlan, decision: Decision, signal: Tensor, calibration_np: Float32s) -> Tensor:
         """The signal is where `hold` left it: a captured stage has no argument."""
         assert decision.budget is not None
         self._widths_np = None

@@ -29,7 +29,7 @@ _WANTED_PROGRAMS = 1024  # of `layout`: about what an H200 holds at once
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Admissions:
-    """New owners of slots, packed; device.state.Admission one after another."""
+    """New owners of slots, packed; `plan.Admission`, one after another."""
 
     slots: Tensor  # [A] int64; below 0: padding, nobody is admitted
     cu_tokens: Tensor  # [A + 1] int64

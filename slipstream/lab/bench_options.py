@@ -5,16 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import MODES, SamplingParams, SpeculativeConfig
+from slipstream.config import MODES, NO_EFFECT, SamplingParams, SpeculativeConfig
 from slipstream.errors import ConfigError
 from slipstream.lab.variants import LATE, check_width, is_variant
 from slipstream.prompts import PromptSource, prompts_name
 
-IGNORED_BY_MODE: Mapping[str, frozenset[str]] = {
-    "off": frozenset(SpeculativeConfig.__dataclass_fields__),
-    "static": frozenset({"confidence_signal", "adaptive_speculative_min_gain", "cost_model", "calibration"}),
-    "lag-budget": frozenset({"adaptive_speculative_min_gain"}),
-}
 DEFAULT_REQUESTS = 4
 
 
@@ -82,7 +77,7 @@ class BenchOptions:
         if self.replay is not None:
             self._check_replay()
         for name in self.speculative:
-            if all(name in IGNORED_BY_MODE.get(mode, ()) for mode in self.modes):
+            if all(name in NO_EFFECT.get(mode, ()) for mode in self.modes):
                 raise ConfigError(f"{name}: no effect in mode {', '.join(self.modes)}")
         for case in self.cases():
             self.speculative_config(case)  # refuses wrong values
@@ -133,9 +128,7 @@ class BenchOptions:
     def speculative_config(self, case: Case) -> SpeculativeConfig:
         """The options that have an effect in the case's mode."""
         fields = {"draft_model": self.draft, "num_speculative_tokens": case.num_speculative_tokens, **self.speculative}
-        ignored = IGNORED_BY_MODE.get(case.mode, frozenset())
-        mode = "lag" if is_variant(case.mode) else case.mode
-        return SpeculativeConfig.for_mode(mode, **{k: v for k, v in fields.items() if k not in ignored})
+        return SpeculativeConfig.with_effect("lag" if is_variant(case.mode) else case.mode, **fields)
 
 
 def label(case: Case) -> str:

@@ -7,7 +7,6 @@ from typing import Any, get_args
 
 from slipstream.config import MODES, Acceptance, SamplingParams, SpeculativeConfig
 from slipstream.errors import ConfigError
-from slipstream.lab.bench_options import IGNORED_BY_MODE
 
 RANDOM = "random"  # widths drawn at random: it prunes whatever the drafter is worth
 EXACT_MODES = (*(mode for mode in MODES if mode != "off"), RANDOM)
@@ -62,7 +61,5 @@ class ExactOptions:
 
     def config_of(self, mode: str, rule: str) -> SpeculativeConfig:
         """The options that have an effect in a mode. Random widths are a policy of their own, in mode static."""
-        mode = "static" if mode == RANDOM else mode
         fields = {"draft_model": self.draft, **self.speculative, "acceptance": rule}
-        ignored = IGNORED_BY_MODE.get(mode, frozenset())
-        return SpeculativeConfig.for_mode(mode, **{k: v for k, v in fields.items() if k not in ignored})
+        return SpeculativeConfig.with_effect("static" if mode == RANDOM else mode, **fields)

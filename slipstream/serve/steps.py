@@ -2,7 +2,7 @@
 
 Every step's length is kept: two readings of a clock. What a step spends on deciding and building, and how long the
 device stood still, is known only of steps whose stages are recorded, and recording costs something: after each look
-(`snapshot` of `metrics`) the next few steps are, and no others. In the engine's thread only. Called by `engine_thread`.
+(`snapshot` of `metrics`) the next few steps are, and no others. In the engine's thread only. Called by `driver`.
 """
 
 from bisect import bisect_left

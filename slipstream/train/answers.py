@@ -11,6 +11,7 @@ Shapes: N slots, T positions per slot, L layers, nkv KV heads, hd head size, G q
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
-from slipstream.loops import find_loop
+from slipstream.files import replace
 from slipstream.models.decoder import Decoder
+from slipstream.repetition import find_loop
 from slipstream.train.options import MIN_ANSWER_TOKENS
 
 STEPS_PER_CHECK = 16  # steps between two looks at which slots are done
@@ -291,8 +293,9 @@ class AnswerSet:
         )
 
     def save(self, path: Path) -> None:
+        """Whole or not at all: it took hours to make."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: getattr(self, name) for name in _FIELDS}, path)
+        replace(path, partial(save_file, {name: getattr(self, name) for name in _FIELDS}))
 
     def digest(self) -> str:
         """A name for this content, order included."""

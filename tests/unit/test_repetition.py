@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.loops import ends_in_loop, find_loop
+from slipstream.repetition import ends_in_loop, find_loop
 
 
 @pytest.mark.parametrize(
