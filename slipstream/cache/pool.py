@@ -1,7 +1,8 @@
 """KV memory of one network: keys and values by layer and page. Written by slot, read by page.
 
 A *KV slot* is page * page_size + offset. Target and drafter each have a pool; both are indexed by the same page table.
-Pages are zeroed when they get a new owner, so that nothing a former owner left (NaN included) reaches masked places.
+What a page's former owner left (NaN included) must not reach masked places: plain torch zeroes a page that gets a new
+owner (`device.state.load`), kernels leave out what they mask.
 """
 
 import torch

@@ -18,6 +18,9 @@ Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
+_NUM_ROWS = 4  # of a slot's owner: decode steps are those before the draft, the length is the draft's
+_GENERATION, _UID, _DECODE_STEPS, _LENGTH = range(_NUM_ROWS)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Confidence:
@@ -37,13 +40,11 @@ class ConfidenceStore:
     goes to its slots when another set of rows is written or read.
     """
 
-    def __init__(self, num_drafts: int, num_slots: int = 0) -> None:
+    def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts  # S
         self._values_np = np.zeros((0, num_drafts))
-        # Generation, uid, decode steps at the draft and after it, length, by slot.
-        self._owner_np = np.zeros((5, 0), dtype=np.int64)
+        self._owner_np = np.zeros((_NUM_ROWS, 0), dtype=np.int64)  # by slot
         self._newest: _Newest | None = None
-        self._grow(num_slots)
 
     def put(self, plan: StepPlan, values_np: Floats) -> None:
         """Keep values [D, d] of the draft of `plan`, as they are. A slot that a newer tenant has written to is left alone."""
@@ -79,29 +80,29 @@ class ConfidenceStore:
             self._newest = None
         num_decode = plan.num_decode
         slots = self._slots(plan)
-        generation, uid, *steps, length = self._owner_np.take(slots, axis=1)
-        own = (generation == plan.generations_np[:num_decode]) & (uid == plan.uids_np[:num_decode])
-        now, then = plan.decode_steps_np[:num_decode], steps[steps_ago]
-        known = own & (then == now)
-        lengths, stale = length * known, own & (then < now)
+        owner = self._owner_np.take(slots, axis=1)
+        own = owner[_GENERATION] == plan.generations_np[:num_decode]
+        own &= owner[_UID] == plan.uids_np[:num_decode]
+        age = plan.decode_steps_np[:num_decode] - owner[_DECODE_STEPS]
+        known, stale = own & (age == steps_ago), own & (age > steps_ago)
+        lengths = owner[_LENGTH] * known
         return Confidence(self._values_np.take(slots, axis=0), lengths, known, stale, same_length=None)
 
     def _is_current(self, new: "_Newest") -> bool:
         """Whether no slot of it has a newer tenant."""
         slots = self._slots(new.plan)
-        written = self._owner_np[0].take(slots)
+        written = self._owner_np[_GENERATION].take(slots)
         return not np.count_nonzero(written > new.plan.generations_np[: new.plan.num_decode])
 
     def _write(self, new: "_Newest") -> None:
         plan, values, num_decode = new.plan, new.values_np, new.plan.num_decode
         slots, length = self._slots(plan), values.shape[1]
-        owner = np.empty((5, num_decode), dtype=np.int64)
-        owner[0] = plan.generations_np[:num_decode]
-        owner[1] = plan.uids_np[:num_decode]
-        owner[2] = plan.decode_steps_np[:num_decode]
-        owner[3] = owner[2] + 1
-        owner[4] = length
-        current = owner[0] >= self._owner_np[0].take(slots)
+        owner = np.empty((_NUM_ROWS, num_decode), dtype=np.int64)
+        owner[_GENERATION] = plan.generations_np[:num_decode]
+        owner[_UID] = plan.uids_np[:num_decode]
+        owner[_DECODE_STEPS] = plan.decode_steps_np[:num_decode]
+        owner[_LENGTH] = length
+        current = owner[_GENERATION] >= self._owner_np[_GENERATION].take(slots)
         if np.count_nonzero(current) < num_decode:
             slots, values, owner = slots[current], values[current], owner[:, current]
         self._values_np[slots, :length] = values
@@ -118,7 +119,7 @@ class ConfidenceStore:
         missing = num_slots - len(self._values_np)
         if missing > 0:
             missing = max(missing, len(self._values_np))
-            nobody = np.full((5, missing), -1, dtype=np.int64)
+            nobody = np.full((_NUM_ROWS, missing), -1, dtype=np.int64)
             self._owner_np = np.concatenate([self._owner_np, nobody], axis=1)
             self._values_np = np.concatenate([self._values_np, np.zeros((missing, self.num_drafts))])
 

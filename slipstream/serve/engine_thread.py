@@ -1,7 +1,7 @@
 """The engine in a thread of the server's process: for tests, notebooks, and whoever has an `LLM` there already.
 
 The thread shares Python's interpreter with the event loop, so that each waits for the other; `slipstream serve` has an
-`engine_process` for that reason. Called by `lanes`.
+`engine_process` for that reason. Made by `app`.
 """
 
 import asyncio
