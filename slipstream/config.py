@@ -159,6 +159,10 @@ class SamplingParams:
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None or self.prompt_logprobs is not None
 
+    def ends(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """Tokens that end an answer; eos_token_ids: the model's."""
+        return (frozenset() if self.ignore_eos else eos_token_ids).union(self.stop_token_ids)
+
     def check_token_ids(self, vocab_size: int) -> None:
         """RequestError where it names a token that a vocabulary of this size does not have."""
         for name, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):

@@ -91,11 +91,6 @@ class Host:
             counters=SpecCounters(mode=self.mode),
         )
 
-    def ends_of(self, params: SamplingParams) -> frozenset[int]:
-        """Tokens that end an answer."""
-        ends = frozenset() if params.ignore_eos else self.facts.eos_token_ids
-        return ends.union(params.stop_token_ids)
-
     # ------------------------------------------------------------------ for its own methods, and the LLM's
 
     def _requests(
@@ -121,7 +116,7 @@ class Host:
         """One for each answer, where a form is asked for."""
         if params.structured is None:
             return [None] * params.n
-        made = self.grammars.compile(params.structured, self.ends_of(params), meanwhile)
+        made = self.grammars.compile(params.structured, params.ends(self.facts.eos_token_ids), meanwhile)
         return [made() for _ in range(params.n)]
 
     def _stop_strings(self, params: SamplingParams) -> StopStrings:

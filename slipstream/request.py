@@ -77,8 +77,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.constrained |= self.constraint is not None
-        ends = frozenset() if self.params.ignore_eos else self.eos_token_ids
-        self.stop_ids = ends.union(self.params.stop_token_ids)
+        self.stop_ids = self.params.ends(self.eos_token_ids)
 
     @property
     def output_ids(self) -> list[int]:

@@ -10,7 +10,7 @@ Letters in shapes: n rows (decode steps of requests that drafted, in the engine'
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,6 +88,18 @@ class DraftTrace:
         return replace(self, **{name: getattr(self, name)[chosen_np] for name in names})
 
 
+class _Row(NamedTuple):
+    """A decode step of a request; `start`: tokens of its answer before it."""
+
+    uid: int
+    engine_step: int
+    step: int
+    start: int
+    width: int
+    accepted: int
+    sampled: int
+
+
 class TraceRecorder(FullWidth):
     """The policy that verifies every draft and keeps what was said of it. One engine each; `trace` when all is served."""
 
@@ -101,7 +113,7 @@ class TraceRecorder(FullWidth):
         self._reports: dict[int, Float32s] = {}  # step -> signal of its decoding rows, until the result comes
         self._num_emitted: Counter[int] = Counter()  # by uid
         self._signals: list[Float32s] = []
-        self._rows: list[tuple[int, int, int, int, int, int, bool]] = []
+        self._rows: list[_Row] = []
 
     def draft_length(self, plan: StepPlan) -> int:
         return plan.draft_length if plan.num_decode else 0
@@ -116,29 +128,28 @@ class TraceRecorder(FullWidth):
             uid, accepted = int(plan.uids_np[row]), int(result.num_accepted_np[row])
             if signal is not None and row < plan.num_decode:
                 self._signals.append(signal[row])
-                self._rows.append((
-                    uid, plan.step, int(plan.decode_steps_np[row]), self._num_emitted[uid],
-                    int(result.widths_np[row]), accepted, bool(plan.sampled_np[row]),
+                self._rows.append(_Row(
+                    uid=uid, engine_step=plan.step, step=int(plan.decode_steps_np[row]), start=self._num_emitted[uid],
+                    width=int(result.widths_np[row]), accepted=accepted, sampled=int(plan.sampled_np[row]),
                 ))  # fmt: skip
             self._num_emitted[uid] += accepted + 1
 
     def trace(self, completions: Sequence[Completion], num_drafts: int) -> DraftTrace:
         """The rows that belong to answers. `completions` are those of all requests of the engine, in their order."""
-        table = np.array(self._rows, dtype=np.int64).reshape(-1, 7)
-        uid, engine_step, step, start, widths, accepted, sampled = table.T
-        request = uid - 1  # the first request of an engine has uid 1
+        rows: Any = _Row(*np.array(self._rows, dtype=np.int64).reshape(-1, len(_Row._fields)).T)  # columns now
+        request = rows.uid - 1  # the first request of an engine has uid 1
         lengths = np.array([len(completion.token_ids) for completion in completions], dtype=np.int64)
-        left = lengths[request] - start  # tokens of the answer from this step on
-        cut = left <= accepted  # the left-th token was an accepted draft and ended the answer
+        left = lengths[request] - rows.start  # tokens of the answer from this step on
+        cut = left <= rows.accepted  # the left-th token was an accepted draft and ended the answer
         whole = DraftTrace(
             signal=self.signal,
             signal_np=np.array(self._signals, dtype=np.float32).reshape(-1, num_drafts),
-            widths_np=np.where(cut, left, widths),
-            accepted_np=np.where(cut, left, accepted),
+            widths_np=np.where(cut, left, rows.width),
+            accepted_np=np.where(cut, left, rows.accepted),
             request_np=request,
-            step_np=step,
-            engine_step_np=engine_step,
-            sampled_np=sampled.astype(np.bool_),
+            step_np=rows.step,
+            engine_step_np=rows.engine_step,
+            sampled_np=rows.sampled.astype(np.bool_),
             completions=tuple(completions),
             num_drafts=num_drafts,
         )

@@ -30,10 +30,11 @@ def grammars_of(models: Models) -> Grammars:
 class Shape:
     def __init__(self, models: Models, params: SamplingParams, grammars: Grammars | None = None) -> None:
         self._params, self._vocab_size = params, models.vocab_size
-        self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else models.eos_token_ids)
         self._make = None
         if params.structured is not None:
-            self._make = (grammars or grammars_of(models)).compile(params.structured, self._ends, idle)
+            self._make = (grammars or grammars_of(models)).compile(
+                params.structured, params.ends(models.eos_token_ids), idle
+            )
         self._allowed: dict[tuple[int, ...], Tensor] = {}  # by prefix: samples have many in common
 
     @property

@@ -84,7 +84,7 @@ class _Station:
         params, requests = asked[0].params, []
         assert params.structured is not None
         try:
-            made = self._llm.grammars.compile(params.structured, self._llm.ends_of(params), idle)
+            made = self._llm.grammars.compile(params.structured, params.ends(self._llm.facts.eos_token_ids), idle)
             requests = [self._request(one, made()) for one in asked]
         except Exception as error:
             known = error if isinstance(error, SlipstreamError) else EngineError(f"its grammar failed: {error!r}")
