@@ -23,7 +23,8 @@ import numpy as np
 
 from slipstream.config import SpeculativeConfig
 from slipstream.decide.cost import CostModel, DraftTimes, LinearCost, StepCost, TableCost
-from slipstream.decide.policy import Policy, make_policy
+from slipstream.decide.make import make_policy
+from slipstream.decide.policy import Policy
 from slipstream.plan import Decision, DraftReport, StepPlan, StepResult
 
 STAGES = ("observe", "draft_length", "decide", "learn", "timed")

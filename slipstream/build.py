@@ -20,10 +20,11 @@ from slipstream.backends import BACKENDS, Adapt, Ingredients
 from slipstream.cache.pages import PageAllocator
 from slipstream.cache.shared import SharedPages
 from slipstream.config import DEFAULT_MAX_DRAFTS, NGRAM, NOT_DETERMINISTIC, EngineConfig, Signal, SpeculativeConfig
+from slipstream.decide.calibration import find_calibration
 from slipstream.decide.cost import CostModel, CostProfile
+from slipstream.decide.make import draft_signal, make_policy
 from slipstream.decide.pace import draft_lengths
-from slipstream.decide.policy import FullWidth, Policy, draft_signal, make_policy
-from slipstream.decide.survival import find_calibration
+from slipstream.decide.policy import FullWidth, Policy
 from slipstream.device.memory import memory_of, must_fit
 from slipstream.draft.base import Drafter
 from slipstream.draft.ngram import NGramDraft

@@ -16,8 +16,8 @@ import torch
 
 from bench.gpu_parts.scale import Pair
 from slipstream import LLM, SamplingParams, SpeculativeConfig
-from slipstream.decide.policy import make_policy
-from slipstream.decide.survival import find_calibration
+from slipstream.decide.calibration import find_calibration
+from slipstream.decide.make import make_policy
 from slipstream.device.events import NullRecorder, Span
 from slipstream.lab.bench_options import Case
 from slipstream.lab.critical_path import critical_path, host_us, stage_ms

@@ -42,9 +42,11 @@ def profile(
     # In a mode that prunes, for its engine has all shapes recorded that are timed.
     options = dataclasses.replace(options, verify="adaptive", speculative=speculative)
 
+    from slipstream.decide.make import cost_model_follows
     from slipstream.lab import profile as lab
 
-    llm = start(options)
+    with cost_model_follows():
+        llm = start(options)
     models = llm.models
     key = lab.profile_key(
         models.target_name, models.drafter_name or "none", models.device, models.dtype,

@@ -16,7 +16,8 @@ import numpy as np
 from rich.table import Table
 
 from slipstream.config import CALIBRATION_FILE, NGRAM, Signal, SpeculativeConfig
-from slipstream.decide.survival import CLASSES, Calibration
+from slipstream.decide.calibration import Calibration
+from slipstream.decide.survival import CLASSES
 from slipstream.errors import ConfigError
 from slipstream.files import check_writable
 from slipstream.lab import machine

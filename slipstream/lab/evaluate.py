@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.config import SamplingParams
-from slipstream.decide.survival import Calibration, find_calibration
+from slipstream.decide.calibration import Calibration, find_calibration
 from slipstream.lab import machine
 from slipstream.lab.evaluate_options import OFF, EvaluateOptions
 from slipstream.lab.measure import load, request_params, run_wave, sampling_facts, sizes, warm_up

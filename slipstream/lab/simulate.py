@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from slipstream.config import Signal
+from slipstream.decide.calibration import Calibration, find_calibration
 from slipstream.decide.cost import CostProfile
-from slipstream.decide.survival import Calibration, find_calibration
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.lab.dense import DenseTrace
 from slipstream.lab.plots import LinePanel

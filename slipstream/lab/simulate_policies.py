@@ -24,12 +24,14 @@ from numpy.typing import NDArray
 
 from slipstream.config import Signal, SpeculativeConfig
 from slipstream.decide import controller
+from slipstream.decide.calibration import Calibration
 from slipstream.decide.confidence import Confidence, ConfidenceStore
 from slipstream.decide.controller import AnyInts, Problem
 from slipstream.decide.cost import CostModel, CostProfile
 from slipstream.decide.going_rate import GoingRate
-from slipstream.decide.policy import Adaptive, FullWidth, Policy, expected_ms, make_policy, step_cost
-from slipstream.decide.survival import Calibration, Classes, SurvivalModel
+from slipstream.decide.make import make_policy
+from slipstream.decide.policy import Adaptive, FullWidth, Policy, expected_ms, step_cost
+from slipstream.decide.survival import Classes, SurvivalModel
 from slipstream.errors import ConfigError
 from slipstream.lab.variants import FixedWidth
 from slipstream.plan import Decision, StepPlan, StepResult

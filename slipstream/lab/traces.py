@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.config import NGRAM, SamplingParams, Signal, SpeculativeConfig
-from slipstream.decide.policy import FullWidth, WaitsFor, resolve_signal
+from slipstream.decide.make import resolve_signal
+from slipstream.decide.policy import FullWidth, WaitsFor
 from slipstream.decide.survival import SurvivalModel
 from slipstream.draft.base import Drafter
 from slipstream.errors import ConfigError

@@ -3,9 +3,6 @@
 Widths drawn at random are a policy of their own. Knows nothing of checks.
 """
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
@@ -14,8 +11,8 @@ import numpy as np
 from slipstream.backends import Adapt
 from slipstream.config import Signal
 from slipstream.decide.cost import CostModel, DraftTimes, LinearCost, TableCost
-from slipstream.decide.policy import NO_COST_MODEL, Adaptive, Float32s, Policy, WaitsFor
-from slipstream.decide.policy import log as policy_log
+from slipstream.decide.make import cost_model_follows
+from slipstream.decide.policy import Adaptive, Float32s, Policy, WaitsFor
 from slipstream.decide.survival import SurvivalModel
 from slipstream.draft.base import Drafter
 from slipstream.lab.measure import sizes, token_ids
@@ -86,26 +83,12 @@ def start(
         policy = policy or RandomWidths(options.seed)
     scripted = policy is None and config.enable_adaptive_speculative_decode and config.cost_model == "auto"
     config = replace(config, cost_model="none") if scripted else config  # nothing is measured at start
-    with _unsaid(NO_COST_MODEL):  # it gets one below
+    with cost_model_follows():
         llm = LLM(models, speculative=config, policy=policy, **given)
     if scripted and isinstance(llm.engine.policy, Adaptive):
         linear = bool(config.adaptive_speculative_min_gain)
         llm.engine.policy.cost = price(options.concurrency, llm.engine.scheduler.limits.max_drafts, linear=linear)
     return llm
-
-
-@contextmanager
-def _unsaid(text: str) -> Iterator[None]:
-    """Warnings of a policy that hold this text are left out."""
-
-    def other(record: logging.LogRecord) -> bool:
-        return text not in record.getMessage()
-
-    policy_log.addFilter(other)
-    try:
-        yield
-    finally:
-        policy_log.removeFilter(other)
 
 
 class _Plain(RandomWidths):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import CALIBRATION_FILE
-from slipstream.decide.survival import Calibration
+from slipstream.decide.calibration import Calibration
 from slipstream.errors import ConfigError
 from slipstream.models.checkpoint import DrafterSpec, check_fit, read_checkpoint
 from slipstream.models.dialect_configs import deepspec_config, speculators_config, z_lab_config

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from slipstream.config import SamplingParams, SpeculativeConfig
 from slipstream.decide.cost import CostModel, DraftTimes, LinearCost
-from slipstream.decide.policy import Adaptive, make_policy
+from slipstream.decide.make import make_policy
+from slipstream.decide.policy import Adaptive
 from slipstream.device.batch import Batch
 from slipstream.draft.base import Draft, DraftView, Sampler
 from slipstream.engine import Engine

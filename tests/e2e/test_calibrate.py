@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.cli import main
 from slipstream.config import SamplingParams, SpeculativeConfig
-from slipstream.decide.survival import Calibration
+from slipstream.decide.calibration import Calibration
 from slipstream.lab.calibrate import half_of
 from slipstream.lab.quality import quality
 from slipstream.lab.scaling import fit_temperatures

@@ -221,6 +221,7 @@ def test_bench_takes_variants_of_lag_for_comparison(run: Run, tiny: list[str], t
 
 def test_profile_is_stored_where_auto_finds_it(run: Run, tiny: list[str], own_home: Path) -> None:
     outcome = run("profile", *tiny, "--budget", 0.5, "--max-num-seqs", 4, "--json")
+    assert "no cost model" not in outcome.err, "it is about to measure one"
     assert outcome.code == 0, outcome.err
     report = outcome.json
     assert Path(report["path"]).is_relative_to(own_home)

@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.config import SamplingParams, SpeculativeConfig
-from slipstream.decide.survival import Calibration
+from slipstream.decide.calibration import Calibration
 from slipstream.errors import ConfigError
 from slipstream.lab import evaluate, measure
 from slipstream.lab.evaluate_options import EvaluateOptions

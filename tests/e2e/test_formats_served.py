@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from slipstream import LLM, SamplingParams, SpeculativeConfig
 from slipstream.cli import main
-from slipstream.decide.survival import Calibration
+from slipstream.decide.calibration import Calibration
 from slipstream.errors import ConfigError
 from slipstream.load import load_models
 from slipstream.models.drafters import BlockDrafter, load_drafter, save_drafter

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream.config import SamplingParams, SpeculativeConfig
-from slipstream.decide.policy import make_policy
+from slipstream.decide.make import make_policy
 from slipstream.errors import ConfigError
 from slipstream.lab.bench_options import BenchOptions, Replay
 from slipstream.lab.dense import DenseTrace

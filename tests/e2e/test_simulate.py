@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream.config import SpeculativeConfig
-from slipstream.decide.policy import make_policy
+from slipstream.decide.make import make_policy
 from slipstream.lab.replay import replay, replay_requests
 from slipstream.lab.simulate_loop import Prices, VirtualEngine
 from slipstream.llm import LLM

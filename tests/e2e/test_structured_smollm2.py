@@ -11,7 +11,7 @@ import torch
 
 from slipstream import LLM, SamplingParams, StructuredOutput
 from slipstream.config import MODES, SpeculativeConfig
-from slipstream.decide.policy import make_policy
+from slipstream.decide.make import make_policy
 from slipstream.load import Models, load_models
 from slipstream.prompts import user
 from slipstream.testing import assert_nothing_left

@@ -15,7 +15,7 @@ import torch
 from slipstream.cache.pages import SCRATCH_PAGE
 from slipstream.capture import nobody
 from slipstream.config import MODES, SamplingParams, SpeculativeConfig
-from slipstream.decide.policy import make_policy
+from slipstream.decide.make import make_policy
 from slipstream.device.staging import Exporter
 from slipstream.device.state import make_slot_state
 from slipstream.draft.ngram import NGramDraft

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from slipstream.config import SamplingParams, SpeculativeConfig
-from slipstream.decide.policy import make_policy
+from slipstream.decide.make import make_policy
 from slipstream.llm import LLM
 from slipstream.serve.engine_process import EngineProcess
 from slipstream.serve.options import ServeOptions

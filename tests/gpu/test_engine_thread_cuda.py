@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from slipstream.config import SamplingParams, SpeculativeConfig
-from slipstream.decide.policy import make_policy
+from slipstream.decide.make import make_policy
 from slipstream.llm import LLM
 from slipstream.request import Request
 from slipstream.serve.desk import Desk, Mailbox

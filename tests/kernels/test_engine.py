@@ -11,7 +11,7 @@ import torch
 
 from slipstream import build
 from slipstream.config import MODES, EngineConfig, SamplingParams, SpeculativeConfig
-from slipstream.decide.policy import make_policy
+from slipstream.decide.make import make_policy
 from slipstream.draft.ngram import NGramDraft
 from slipstream.llm import LLM
 from slipstream.load import Models

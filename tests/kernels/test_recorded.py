@@ -16,8 +16,8 @@ import pytest
 
 from slipstream.capture import accept_shapes, capture
 from slipstream.config import MODES, SamplingParams, SpeculativeConfig
+from slipstream.decide.make import make_policy
 from slipstream.decide.pace import draft_lengths
-from slipstream.decide.policy import make_policy
 from slipstream.device.shapes import Buckets, VerifyShape
 from slipstream.engine import Engine
 from slipstream.llm import LLM, Completion

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.config import SamplingParams, SpeculativeConfig
 from slipstream.decide.cost import CostModel, DraftTimes, LinearCost
-from slipstream.decide.policy import make_policy
+from slipstream.decide.make import make_policy
 from slipstream.draft.base import Drafter
 from slipstream.grammars import Grammars
 from slipstream.llm import LLM

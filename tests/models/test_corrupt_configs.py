@@ -13,8 +13,8 @@ import torch
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
+from slipstream.decide.calibration import Calibration, find_calibration
 from slipstream.decide.cost import CostProfile
-from slipstream.decide.survival import Calibration, find_calibration
 from slipstream.errors import CheckpointError, ConfigError, EngineError, RequestError, SlipstreamError
 from slipstream.models.inspect import describe
 from slipstream.models.layers import inverse_frequencies

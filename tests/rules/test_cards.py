@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.decide.survival import Calibration
+from slipstream.decide.calibration import Calibration
 from slipstream.models.headers import read_headers, weights_digest
 from slipstream.models.locate import built_in_drafters
 

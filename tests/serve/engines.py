@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.commands.serve import make_engines as make_as_asked
 from slipstream.config import SpeculativeConfig
-from slipstream.decide.policy import make_policy
+from slipstream.decide.make import make_policy
 from slipstream.engine import Engine
 from slipstream.llm import LLM
 from slipstream.load import Models, load_models

@@ -10,7 +10,7 @@ from slipstream.decide import controller
 from slipstream.decide.confidence import ConfidenceStore
 from slipstream.decide.controller import Problem, rank_candidates
 from slipstream.decide.cost import CostModel, DraftTimes, LinearCost, TableCost
-from slipstream.decide.policy import make_policy
+from slipstream.decide.make import make_policy
 from slipstream.decide.record import decide
 from slipstream.decide.survival import SurvivalModel
 from slipstream.plan import DraftReport, StepPlan, StepResult

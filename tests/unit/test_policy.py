@@ -13,10 +13,11 @@ import pytest
 from slipstream.config import SpeculativeConfig
 from slipstream.decide import lessons, pace
 from slipstream.decide import policy as policies
+from slipstream.decide.calibration import Calibration
 from slipstream.decide.cost import CostModel, DraftTimes, LinearCost, TableCost
-from slipstream.decide.policy import Adaptive, FullWidth, make_policy, resolve_signal
+from slipstream.decide.make import make_policy, resolve_signal
+from slipstream.decide.policy import Adaptive, FullWidth
 from slipstream.decide.record import DecisionRecord, replay
-from slipstream.decide.survival import Calibration
 from slipstream.errors import ConfigError
 from slipstream.lab.variants import Late, variant
 from slipstream.plan import DraftReport, StepPlan, StepResult

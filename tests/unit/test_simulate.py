@@ -443,7 +443,7 @@ def test_min_gain_needs_a_linear_price(tmp_path: Path) -> None:
 
 
 def test_calibration_changes_what_policies_see(tmp_path: Path) -> None:
-    from slipstream.decide.survival import Calibration
+    from slipstream.decide.calibration import Calibration
 
     trace, drafter = made_up(8), tmp_path / "drafter"
     drafter.mkdir()

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from slipstream.decide.survival import MEAN_WEIGHT, PRIOR_WEIGHT, Calibration, SurvivalModel, clean
+from slipstream.decide.calibration import Calibration
+from slipstream.decide.survival import MEAN_WEIGHT, PRIOR_WEIGHT, SurvivalModel, clean
 from slipstream.errors import ConfigError
 
 S = 5

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from slipstream.config import SamplingParams, SpeculativeConfig
-from slipstream.decide.policy import make_policy
+from slipstream.decide.make import make_policy
 from slipstream.decide.survival import SurvivalModel
 from slipstream.errors import ConfigError
 from slipstream.lab.traces import DraftTrace, TraceRecorder, collect_trace, replay
