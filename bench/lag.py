@@ -159,8 +159,7 @@ def measure(options: argparse.Namespace) -> None:
         models = models or load(asked.model, asked.draft, asked.engine, asked.speculative)
         watch = timeline.add if options.timeline else None
         report = bench.run(asked, lambda line: print(line, file=sys.stderr, flush=True), watch, models).report
-        report["cost_model"] = cost_model(models)
-        report["plain_cost_model"] = plain_cost_model(models, concurrency)
+        report["cost_model"] = cost_model(models, concurrency)
         write(options.out / f"{cell.name}.json", report)
         if options.timeline:
             shown = {label: spans for label, spans in timeline.cases.items() if not label.startswith("fixed")}
@@ -171,24 +170,15 @@ def measure(options: argparse.Namespace) -> None:
             torch.cuda.empty_cache()
 
 
-def cost_model(models: Any) -> dict[str, Any]:
-    """What the engines of a cell decided by: measured at the start of the first of them."""
+def cost_model(models: Any, concurrency: int) -> dict[str, Any]:
+    """What the engines of a cell decided by, measured at the start of the first of them, and what plain decoding costs."""
+    from slipstream import LLM
     from slipstream.decide.cost import CostProfile
-    from slipstream.lab.profile import profile_key
+    from slipstream.lab.profile import BASE_CONTEXT, profile_key, with_plain
 
     key = profile_key(models.target_name, str(models.drafter_name), models.device, models.dtype)
-    return CostProfile.load(key.path()).to_dict()
-
-
-def plain_cost_model(models: Any, concurrency: int) -> dict[str, Any]:
-    """What steps of plain decoding cost: an engine without drafts is cut otherwise, and keeps no features for a drafter."""
-    from slipstream import LLM
-    from slipstream.lab.profile import BASE_CONTEXT, profile_key
-    from slipstream.lab.profile import measure as measure_prices
-
     llm = LLM(models, max_num_seqs=concurrency, max_model_len=4 * BASE_CONTEXT, prefix_caching=False)
-    key = profile_key(models.target_name, "none", models.device, models.dtype)
-    return measure_prices(llm.engine, key, PLAIN_BUDGET_S).to_dict()
+    return with_plain(CostProfile.load(key.path()), llm.engine, PLAIN_BUDGET_S).to_dict()
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
@@ -207,34 +197,24 @@ def simulate(folder: Path) -> None:
 
 
 def simulated(report: dict[str, Any]) -> dict[str, Any]:
-    """What `slipstream simulate` says of a cell: plain decoding at its own prices where they were measured."""
-    measured, first = {row["mode"]: row for row in report["rows"]}, report["rows"][0]
-    policies = [mode for mode in measured if mode not in ("off", "static", LATE)] + [*EXTRA, "static:all"]
-    kind = first["prompts"] if first["prompts"] in SETS else None
-    exposed = measured["adaptive"]["gap_us"] - measured["lag"]["gap_us"]
-    common: dict[str, Any] = {
-        "trace": Path(first["acceptance"].removeprefix("replayed from ")), "signals": ("head",),
-        "num_speculative_tokens": (measured["lag"]["num_speculative_tokens"],), "sets": (kind,) if kind else (),
-        "concurrency": (first["concurrency"],), "requests": first["requests"], "waves": first["waves"],
-        "calibration": "none", "exposed_us": f"{max(exposed, 0):.0f}",
-    }  # fmt: skip
-    rows = _rows_at(report["cost_model"], policies, common)
-    best = max(row["tok_per_s"] for row in rows if row["policy"] == "oracle")
-    (plain,) = _rows_at(report.get("plain_cost_model", report["cost_model"]), ["off"], common)
-    plain = {**plain, "regret": 1 - plain["tok_per_s"] / best}
-    return {"exposed_us": exposed, "rows": [plain, *rows]}
-
-
-def _rows_at(prices: dict[str, Any], policies: Sequence[str], common: dict[str, Any]) -> list[dict[str, Any]]:
+    """What `slipstream simulate` says of a cell."""
     from slipstream.decide.cost import CostProfile
     from slipstream.lab import simulate as lab
     from slipstream.lab.simulate_options import SimulateOptions
 
-    profile = Path("runs") / "cost.json"
-    CostProfile.from_dict(prices).save(profile)
-    options = SimulateOptions(profile=profile, policies=tuple(policies), **common)
-    rows: list[dict[str, Any]] = lab.run(options, lambda line: print(line, file=sys.stderr, flush=True))["rows"]
-    return rows
+    measured, first = {row["mode"]: row for row in report["rows"]}, report["rows"][0]
+    policies = [mode for mode in measured if mode not in ("static", LATE)] + [*EXTRA, "static:all"]
+    kind = first["prompts"] if first["prompts"] in SETS else None
+    exposed = measured["adaptive"]["gap_us"] - measured["lag"]["gap_us"]
+    profile = CostProfile.from_dict(report["cost_model"]).save(Path("runs") / "cost.json")
+    options = SimulateOptions(
+        trace=Path(first["acceptance"].removeprefix("replayed from ")), profile=profile, policies=tuple(policies),
+        signals=("head",), num_speculative_tokens=(measured["lag"]["num_speculative_tokens"],),
+        sets=(kind,) if kind else (), concurrency=(first["concurrency"],), requests=first["requests"],
+        waves=first["waves"], calibration="none", exposed_us=f"{max(exposed, 0):.0f}",
+    )  # fmt: skip
+    rows = lab.run(options, lambda line: print(line, file=sys.stderr, flush=True))["rows"]
+    return {"exposed_us": exposed, "rows": rows}
 
 
 def reports(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,6 +1,7 @@
 """`slipstream profile`."""
 
 import dataclasses
+import gc
 import math
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,8 @@ from slipstream.commands import flags
 from slipstream.commands.shared import options_of, print_json, screen, start
 from slipstream.errors import ConfigError
 from slipstream.lab.bench_options import BenchOptions
+
+PLAIN_SHARE = 0.2  # of the seconds, for what plain decoding costs
 
 
 def profile(
@@ -52,7 +55,11 @@ def profile(
         models.target_name, models.drafter_name or "none", models.device, models.dtype,
         deterministic=options.engine_config().deterministic,
     )  # fmt: skip
-    survey = lab.survey(llm.engine, key, budget)
+    survey = lab.survey(llm.engine, key, budget * (1 - PLAIN_SHARE))
+    del llm  # on a GPU there may be no room for two
+    gc.collect()
+    plain = start(dataclasses.replace(options, verify="off", speculative={}), models)
+    survey = dataclasses.replace(survey, profile=lab.with_plain(survey.profile, plain.engine, budget * PLAIN_SHARE))
     path = survey.profile.save(output)
     out = screen(as_json)
     out.print(lab.survey_table(survey))

@@ -17,6 +17,7 @@ from slipstream.options import DEFAULT_MODEL, Options, field_names, gather
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
+    from slipstream.load import Models
 
 
 def options_of(flags: Mapping[str, Any], own: Sequence[str] = ()) -> Options:
@@ -30,14 +31,15 @@ def options_of(flags: Mapping[str, Any], own: Sequence[str] = ()) -> Options:
     return gather(kept, flags.get("config"), frozenset(own))
 
 
-def start(options: Options, **engine: Any) -> "LLM":
+def start(options: Options, models: "Models | None" = None, **engine: Any) -> "LLM":
+    """models: those that the options name, where they are loaded already."""
     speculative, sized = options.speculative_config(), options.engine_config()  # refuse before anything is loaded
     from slipstream.llm import LLM
 
     fields = {f.name: getattr(sized, f.name) for f in dataclasses.fields(sized)}
     for name, value in engine.items():
         fields[name] = value if fields[name] is None else fields[name]
-    return LLM(options.model or DEFAULT_MODEL, speculative=speculative, **fields)
+    return LLM(models or options.model or DEFAULT_MODEL, speculative=speculative, **fields)
 
 
 def no_logprobs(params: SamplingParams, why: str) -> None:

@@ -282,6 +282,8 @@ class CostProfile:
     num_samples: int
     mixed: TableCost | None = None  # steps with rows of prompts; None: not measured, they are priced like others
     survey: "SurveyFacts | None" = None  # None: made before these were kept
+    # Of an engine without a drafter, which keeps no features and may be cut otherwise. None: not measured; it decides nothing.
+    plain: "CostProfile | None" = None
 
     @property
     def step(self) -> StepCost:
@@ -313,6 +315,7 @@ class CostProfile:
             "num_samples": self.num_samples,
             "mixed": self.mixed.to_dict() if self.mixed else None,
             "survey": self.survey.to_dict() if self.survey else None,
+            "plain": self.plain.to_dict() if self.plain else None,
         }
 
     @classmethod
@@ -341,7 +344,19 @@ class CostProfile:
             num_samples=fields.integer("num_samples"),
             mixed=mixed,
             survey=SurveyFacts.from_fields(fields.sub("survey")) if fields.data.get("survey") is not None else None,
+            plain=cls._plain(fields.data.get("plain")),
         )
+
+    @classmethod
+    def _plain(cls, data: object) -> "CostProfile | None":
+        if data is None:
+            return None
+        if isinstance(data, dict) and data.get("plain") is not None:
+            raise ConfigError("plain.plain: plain decoding has no other price; leave it out")
+        try:
+            return cls.from_dict(data)
+        except ConfigError as error:
+            raise ConfigError(f"plain: {error}") from error
 
     @classmethod
     def load(cls, path: Path) -> "CostProfile":

@@ -152,6 +152,11 @@ def measure(engine: Engine, key: ProfileKey, budget_s: float = START_BUDGET_S) -
     return survey(engine, key, budget_s).profile
 
 
+def with_plain(profile: CostProfile, engine: Engine, budget_s: float) -> CostProfile:
+    """The profile with what plain decoding costs. engine: one without a drafter, idle; the prices serve comparisons alone."""
+    return replace(profile, plain=measure(engine, replace(profile.key, drafter="none"), budget_s))
+
+
 def survey(engine: Engine, key: ProfileKey, budget_s: float) -> Survey:
     """Time the points, fit to most of them, and see how far off the fit is on the others.
 

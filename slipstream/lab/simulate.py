@@ -3,8 +3,9 @@
     for each load, S and policy: an engine of its own serves the trace's answers, wave by wave, and goes on learning
 
 Steps are the engine's (`simulate_loop`), times are virtual: a profile's draft and step times, so that of a step's shape
-only row count, contexts and draft length matter. Figures are called and counted as in `bench`. Torch-free; called by
-`slipstream simulate`. What is regretted is the rate that the oracle would have had.
+only row count, contexts and draft length matter; plain decoding has prices of its own where they were measured. Figures
+are called and counted as in `bench`. Torch-free; called by `slipstream simulate`. What is regretted is the rate that the
+oracle would have had.
 """
 
 import time
@@ -142,6 +143,8 @@ def _cases(options: SimulateOptions, trace: DenseTrace) -> tuple[Case, ...]:
 def simulate(case: Case, inputs: Inputs, options: SimulateOptions) -> Outcome:
     """All waves of one case."""
     contestant, load, profile = case.contestant, case.load, inputs.profile
+    if contestant.num_drafts == 0 and profile.plain is not None:
+        profile = profile.plain
     signal: Signal = contestant.signal or "peak"
     policy = contestant.make(
         Setting(

@@ -227,6 +227,8 @@ def test_profile_is_stored_where_auto_finds_it(run: Run, tiny: list[str], own_ho
     assert Path(report["path"]).is_relative_to(own_home)
     assert report["use"] in ("linear", "table")
     assert report["key"]["dtype"] == "float32"
+    assert report["plain"]["key"]["drafter"] == "none" and report["plain"]["draft"]["ms"] == [[0.0]]
+    assert report["plain"]["table"]["rows"][0] == 1
     generated = run("-v", "generate", "hi", *tiny, "--verify", "lag", "--max-tokens", 4, "--json")
     assert generated.code == 0, generated.err
     given = run("generate", "hi", *tiny, "--verify", "lag", "--max-tokens", 4, "--cost-model", report["path"], "--json")

@@ -240,6 +240,13 @@ def test_a_profile_survives_its_file(tmp_path):
     path = profile.save(tmp_path / "deep" / "cost.json")
     assert CostProfile.load(path) == profile
     assert list(path.parent.iterdir()) == [path]
+    plain = replace(profile, key=replace(KEY, drafter="none"))
+    both = replace(profile, plain=plain)
+    assert CostProfile.load(both.save(path)) == both
+    nested = replace(profile, plain=both).to_dict()
+    with pytest.raises(ConfigError, match=r"plain\.plain"):
+        CostProfile.from_dict(nested)
+    profile.save(path)
     data = json.loads(path.read_text())
     assert data["key"] == {
         "device": "cpu: Some CPU x2",

@@ -83,7 +83,7 @@ def test_plain_decoding_is_simulated_at_its_own_prices() -> None:
         price |= {name: price[name] / 2 for name in ("c0", "c1", "c2", "c3") if name in price}
     shared, apart = (
         {row["policy"]: row for row in lag.simulated(report | more)["rows"]}
-        for more in ({}, {"plain_cost_model": prices})
+        for more in ({}, {"cost_model": report["cost_model"] | {"plain": prices}})
     )
     assert apart["off"]["tok_per_s"] == pytest.approx(2 * shared["off"]["tok_per_s"], rel=0.02)
     assert apart["lag"]["tok_per_s"] == shared["lag"]["tok_per_s"]

@@ -238,6 +238,27 @@ def outcomes(trace: DenseTrace, names: list[str], step: StepCost, concurrency: i
     return [simulate(case, inputs, options) for case in inputs.cases]
 
 
+def test_plain_decoding_goes_by_its_own_prices_where_they_were_measured(tmp_path: Path) -> None:
+    made_up(8, seed=1).save(tmp_path / "t.npz")
+    half = profile(LinearCost(1.0, 0.02, 5e-7, 5e-7), DraftTimes.constant(0.0))
+    options = SimulateOptions(
+        trace=tmp_path / "t.npz", profile=tmp_path / "p.json", policies=("off", "static:7", "lag", "oracle"),
+        signals=("head",), concurrency=(3,), calibration="none",
+    )  # fmt: skip
+    found = []
+    for plain in (None, half):
+        replace(profile(), plain=plain).save(tmp_path / "p.json")
+        inputs = read(options)
+        found.append({row["policy"]: row for row in rows([simulate(case, inputs, options) for case in inputs.cases])})
+    shared, apart = found
+    assert len(shared) == 4
+    assert apart["off"]["tok_per_s"] == pytest.approx(2 * shared["off"]["tok_per_s"])
+    for name in shared.keys() - {"off"}:
+        assert apart[name]["tok_per_s"] == shared[name]["tok_per_s"]
+        assert apart[name]["ratio_to_off"] == pytest.approx(shared[name]["ratio_to_off"] / 2)
+    assert apart["off"]["regret"] == pytest.approx(1 - apart["off"]["tok_per_s"] / apart["oracle"]["tok_per_s"])
+
+
 @pytest.mark.parametrize("step", [LINEAR, STAIRS], ids=["linear", "table"])
 @pytest.mark.parametrize("concurrency", [1, 6])
 def test_nobody_beats_the_oracle(step: StepCost, concurrency: int, tmp_path: Path) -> None:
