@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--draft")
     parser.add_argument("--drafts", type=int, default=7)
     parser.add_argument("--concurrency", default="1,8")
-    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--waves", type=int, default=3)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for the profile")

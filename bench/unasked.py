@@ -133,7 +133,6 @@ class BareEngine(Engine):
 
 def bare(llm: LLM) -> LLM:
     """The same engine, stripped."""
-    assert llm.engine.overlap, "the plain loop is not stripped"
     llm.engine.__class__ = BareEngine
     llm.engine.scheduler.__class__ = BareScheduler
     llm.engine.scheduler.ledger.__class__ = BareLedger

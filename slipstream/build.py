@@ -119,7 +119,7 @@ class _Recipe:
             scheduler=_scheduler(sizes, source.max_position, self.config.prefix_caching),
             vocab_size=models.vocab_size,
             device=models.device,
-            overlap=self.config.overlap,
+            overlap=models.device.type == "cuda" if self.config.overlap is None else self.config.overlap,
         )
 
     @property

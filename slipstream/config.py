@@ -323,7 +323,7 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     seed: int | None = None  # of the seeds drawn for unseeded requests
     prefix_caching: bool = True  # KV of tokens is kept for requests that begin with the same ones
-    overlap: bool = True  # the host runs one step ahead of the device
+    overlap: bool | None = None  # the host runs one step ahead of the device; None: on a GPU
     backend: str = "auto"  # auto, torch, triton (fused kernels and CUDA graphs; auto on a GPU)
     # Triton only: a row's logits are the same bits whatever shares its step, so that texts are, in bf16 too (docs/EXACT.md).
     deterministic: bool = False
@@ -349,7 +349,8 @@ class EngineConfig:
         if self.seed is not None and not _is_int(self.seed):
             raise ConfigError(f"seed is {self.seed!r}; it must be a whole number, or None")
         _check_bool("prefix_caching", self.prefix_caching)
-        _check_bool("overlap", self.overlap)
+        if self.overlap is not None:
+            _check_bool("overlap", self.overlap)
         _check_bool("deterministic", self.deterministic)
         if self.deterministic and (self.backend == "torch" or (self.backend, self.device) == ("auto", "cpu")):
             raise ConfigError(f"deterministic with device {self.device}, backend {self.backend}: {NOT_DETERMINISTIC}")

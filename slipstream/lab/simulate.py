@@ -152,14 +152,14 @@ def simulate(case: Case, inputs: Inputs, options: SimulateOptions) -> Outcome:
             min_gain=options.min_gain, calibration=inputs.calibration,
         )
     )  # fmt: skip
-    exposed_ms = options.exposed()[policy.waits_for]
+    exposed_ms, on_gpu = options.exposed()[policy.waits_for], profile.key.device.startswith("cuda")
     prices = Prices(
         step=profile.step, draft=profile.draft, mixed=profile.mixed, exposed_ms=exposed_ms, prefill=options.prefill
     )
     engine = VirtualEngine(
         inputs.trace, policy, prices, num_drafts=contestant.num_drafts, concurrency=load.concurrency,
-        max_num_batched_tokens=BATCHED_TOKENS["cuda" if profile.key.device.startswith("cuda") else "cpu"],
-        max_tokens=options.max_tokens,
+        max_num_batched_tokens=BATCHED_TOKENS["cuda" if on_gpu else "cpu"], max_tokens=options.max_tokens,
+        overlap=on_gpu,
     )  # fmt: skip
     start = time.perf_counter()
     waves = tuple(engine.serve(*wave) for wave in requests(load, options, inputs.trace))

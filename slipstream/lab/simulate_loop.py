@@ -1,4 +1,4 @@
-"""The engine's overlapped loop over a dense trace: real scheduler, real commits, real policies, no device.
+"""The engine's loops over a dense trace: real scheduler, real commits, real policies, no device.
 
 `TraceDevice` is what the device knows of each slot, and answers by table look-up; `VirtualEngine` has the stages of
 `Engine`, in its order, and a clock that the prices of a profile move. A step takes draft + verify; what of the host no
@@ -136,19 +136,20 @@ class TraceDevice:
 
 
 class VirtualEngine:
-    """`Engine` without a device: the same calls of a policy in the same order, one step ahead of what it knows.
+    """`Engine` without a device: the same calls of a policy in the same order, in either of its loops.
 
     Answers are cut at `max_tokens`.
     """
 
     def __init__(
         self, trace: DenseTrace, policy: Policy, prices: Prices, *, num_drafts: int, concurrency: int,
-        max_num_batched_tokens: int, max_tokens: int | None = None,
+        max_num_batched_tokens: int, max_tokens: int | None = None, overlap: bool = True,
     ) -> None:  # fmt: skip
         if policy.signal != "none" and policy.signal not in trace.signals:
             raise ConfigError(f"signals: the trace has no {policy.signal!r}; it has {', '.join(trace.signals)}")
         self.trace = trace
         self.policy = policy
+        self.overlap = overlap
         self.scheduler = _scheduler(trace, num_drafts, concurrency, max_num_batched_tokens)
         self.device = TraceDevice(trace, num_drafts, concurrency, policy.signal, prices)
         self.num_steps = 0
@@ -157,7 +158,7 @@ class VirtualEngine:
         self._free_ms = 0.0  # when the device is done with all that was launched
         self._exposed_ms = prices.exposed_ms
         self._oracle = policy if isinstance(policy, Foresees) else None
-        self._previous: Flight | None = None
+        self._previous: Flight | None = None  # as in `Engine`: in flight, or kept for its confidence
         temperature = float(trace.about.get("sampling", {}).get("temperature") or 0.0)
         limits = np.minimum(trace.lengths_np, max_tokens or NO_LIMIT).tolist()
         self._params = [SamplingParams(max_tokens=limit, ignore_eos=True, temperature=temperature) for limit in limits]
@@ -218,22 +219,24 @@ class VirtualEngine:
         previous, self._previous = self._previous, None
         if self.policy.waits_for == "lagged":
             self.take_confidence(previous)
+        in_flight = previous if self.overlap else None
         if not isinstance(plan, StepPlan):  # nothing can be launched before the step in flight is known
-            assert previous is not None, "requests, and no step that any of them could take part in"
-            self.now_ms = previous.end_ms
-            return self.collect(previous)
+            assert in_flight is not None, "requests, and no step that any of them could take part in"
+            self.now_ms = in_flight.end_ms
+            return self.collect(in_flight)
         if self._oracle is not None:
             self._oracle.foresee(self.device.runs(plan))
         plan, timed = with_draft_length(plan, self.policy), self.policy.times(plan)
         report = self.launch_draft(plan)
         if self.policy.waits_for == "fresh":
-            self.collect(previous)
+            self.collect(in_flight)
             self.observe(plan, report)
         decision = self.policy.decide(plan)
         self._previous = self.launch_verify(plan, report, decision, timed)
-        if self.policy.waits_for != "fresh":
-            self.collect(previous)
-        return None
+        if not self.overlap:
+            self.now_ms = self._previous.end_ms
+            return self.collect(self._previous)
+        return self.collect(in_flight) if self.policy.waits_for != "fresh" else None
 
     def launch_draft(self, plan: StepPlan) -> DraftReport | None:
         """What the drafter says, if anybody wants to know."""
@@ -282,7 +285,8 @@ class VirtualEngine:
 
     def drain(self) -> None:
         previous, self._previous = self._previous, None
-        self.collect(previous)
+        if self.overlap:
+            self.collect(previous)
 
 
 def _scheduler(trace: DenseTrace, num_drafts: int, concurrency: int, batched_tokens: int) -> Scheduler:

@@ -129,7 +129,7 @@ def make_llm(
     learns: bool = False, full_length: bool = True, acceptance: str = "coupled", cost: CostModel | None = None,
     **options: object,
 ) -> LLM:  # fmt: skip
-    """full_length: every step drafts all there is, so that widths alone are decided."""
+    """full_length: every step drafts all there is, so that widths alone are decided. Overlapped, as on a GPU."""
     models = models or models_with()
     speculative, policy = SpeculativeConfig(), None
     if mode != "off":
@@ -140,7 +140,14 @@ def make_llm(
         policy, _ = make_policy(speculative, num_drafts=num_drafts, has_head=head, cost=cost or price(), learns=learns)
         if full_length and isinstance(policy, Adaptive):
             policy.draft_length = lambda plan: num_drafts if plan.num_decode else 0
-    options = {"max_model_len": 128, "page_size": 8, "max_num_batched_tokens": 24, "max_num_seqs": 8, **options}
+    options = {
+        "max_model_len": 128,
+        "page_size": 8,
+        "max_num_batched_tokens": 24,
+        "max_num_seqs": 8,
+        "overlap": True,
+        **options,
+    }
     llm = LLM(models, speculative=speculative, drafter=drafter if mode != "off" else None, policy=policy, **options)
     if drafter is not None:
         drafter.engine = llm.engine

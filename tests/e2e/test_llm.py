@@ -444,3 +444,9 @@ def test_an_interrupt_leaves_nothing(overlap):
     llm.engine.target.verify = verify
     assert_nothing_left(llm.engine)
     assert ids(llm.generate(PROMPTS, greedy(20))) == plain_20()
+
+
+@pytest.mark.parametrize(("asked", "overlaps"), [(None, False), (True, True), (False, False)])
+def test_on_a_cpu_the_host_runs_ahead_only_where_that_is_asked_for(asked: bool | None, overlaps: bool) -> None:
+    """Host and device are one there: nothing is hidden, and a request may take part in a step more than it needs."""
+    assert LLM(models_with(), max_model_len=64, overlap=asked).engine.overlap is overlaps

@@ -43,9 +43,10 @@ def seen(spy: Spy) -> list[tuple[Any, ...]]:
     return [*calls, *shown, *said]
 
 
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
 @pytest.mark.parametrize("concurrency", [1, 3])
 @pytest.mark.parametrize("mode", ["static", "adaptive", "lag", "lag-budget"])
-def test_a_policy_sees_what_the_engine_would_show_it(mode: str, concurrency: int) -> None:
+def test_a_policy_sees_what_the_engine_would_show_it(mode: str, concurrency: int, overlap: bool) -> None:
     trace, count, rows = made_up(7, num_drafts=S, mean_length=20, prompt=9), 9, 24
     speculative = SpeculativeConfig.for_mode(mode, draft_model="tiny", num_speculative_tokens=S)
 
@@ -56,13 +57,13 @@ def test_a_policy_sees_what_the_engine_would_show_it(mode: str, concurrency: int
     prompts, params = replay_requests(trace, count, vocab_size=VOCAB, most_positions=100, max_tokens=25)
     llm = LLM(
         models, speculative=speculative, policy=real, adapt=replay(trace), max_num_seqs=concurrency, max_model_len=128,
-        page_size=8, max_num_batched_tokens=rows,
+        page_size=8, max_num_batched_tokens=rows, overlap=overlap,
     )  # fmt: skip
     answers = llm.generate(prompts, params)
     cost = price()
     engine = VirtualEngine(
         trace, simulated, Prices(step=cost.step, draft=cost.fitted_draft), num_drafts=S, concurrency=concurrency,
-        max_num_batched_tokens=rows, max_tokens=25,
+        max_num_batched_tokens=rows, max_tokens=25, overlap=overlap,
     )  # fmt: skip
     starts = [each.seed + len(prompt) for prompt, each in zip(prompts, params, strict=True)]
     wave = engine.serve(np.searchsorted(trace.starts_np, starts))

@@ -396,7 +396,7 @@ class Walk:
         count = len(slots)
         decodes = context is None
         upper = PAGE - 1 - S if decodes else 0
-        bits = ledger._sampling_of(self.request)
+        bits = ledger._wishes_of(self.request)
 
         def full(value: int, kind: type = np.int32) -> NDArray[np.int32]:
             return np.full(count, value, kind)

@@ -23,7 +23,12 @@ def make_llm(models: Models, mode: str = "static", **options: Any) -> LLM:
     speculative, policy = SpeculativeConfig.for_mode(mode, **fields), None
     if mode not in ("off", "static"):  # else what steps cost would be measured, for seconds
         policy, _ = make_policy(speculative, num_drafts=5, has_head=True, cost=price())
-    return LLM(models, speculative=speculative, policy=policy, **{"max_num_seqs": 4, "page_size": 8, **options})
+    return LLM(
+        models,
+        speculative=speculative,
+        policy=policy,
+        **{"max_num_seqs": 4, "page_size": 8, "overlap": True, **options},
+    )
 
 
 def make_engines(folders: tuple[Path, Path], modes: Sequence[str], options: dict[str, Any]) -> list[LLM]:
