@@ -42,9 +42,16 @@ class ConfigError(SlipstreamError):
 
 
 class RequestError(SlipstreamError):
-    """A request that cannot be honoured as it stands; other requests are not disturbed."""
+    """A request that cannot be honoured as it stands; other requests are not disturbed.
+
+    code: what an API calls the fault, where that is more than a value that is wrong.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str = "", code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class CheckpointError(SlipstreamError):

@@ -138,5 +138,6 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) 
                 raise RequestError(f"prompt holds {token!r}; token ids are whole numbers from 0 to {vocab_size - 1}")
     if len(token_ids) >= max_model_len:
         raise RequestError(
-            f"prompt has {len(token_ids)} tokens and max_model_len is {max_model_len}, answer included: shorten it"
+            f"prompt has {len(token_ids)} tokens and max_model_len is {max_model_len}, answer included: shorten it",
+            code="context_length_exceeded",
         )

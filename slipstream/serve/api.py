@@ -200,7 +200,7 @@ async def _answer(
     entry.fields["stream"] = bool(asked.stream)
     if asked.user is not None:
         entry.fields["user"] = asked.user
-    job = service.open(lane, num_prompts * (asked.n or 1), bool(asked.return_steps))
+    job = service.open(lane, num_prompts, asked.n or 1, bool(asked.return_steps))
     watcher = watch(http.receive, job)
     handed_over = False
     try:

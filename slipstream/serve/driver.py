@@ -30,6 +30,20 @@ log = logging.getLogger("slipstream.serve")
 MAX_RESTARTS, RESTART_WINDOW_S = 3, 60.0  # more failures within that time, and the engine stays down
 
 
+class RestartBudget:
+    """How often an engine may fail before it is taken for broken."""
+
+    def __init__(self) -> None:
+        self._failed_at: deque[float] = deque(maxlen=MAX_RESTARTS)
+
+    def spend(self) -> bool:
+        """Book a failure of this moment; whether there may be another engine after it."""
+        now = time.monotonic()
+        is_loop = len(self._failed_at) == MAX_RESTARTS and now - self._failed_at[0] < RESTART_WINDOW_S
+        self._failed_at.append(now)
+        return not is_loop
+
+
 @dataclass(frozen=True, slots=True)
 class Steps:
     """What requests gained. is_last: nobody has work, so that nothing comes next."""
@@ -96,7 +110,7 @@ class Driver:
         self._gains: list[Gains] = []  # of steps that nobody was told of
         self._is_urgent = False  # somebody began or ended in them
         self._shipped_s = -math.inf
-        self._failed_at: deque[float] = deque(maxlen=MAX_RESTARTS)
+        self._budget = RestartBudget()
         self._is_stopping = self._is_dead = False
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -166,10 +180,7 @@ class Driver:
         for uid in failed:
             del self._requests[uid]
         self._post(Failed(reason, failed))
-        now = time.monotonic()
-        is_loop = len(self._failed_at) == MAX_RESTARTS and now - self._failed_at[0] < RESTART_WINDOW_S
-        self._failed_at.append(now)
-        may_go_on = self._on_error == "restart" and not is_loop
+        may_go_on = self._budget.spend() and self._on_error == "restart"
         if not (may_go_on and self._restart(reason)):
             self._is_dead = True
             self._post(Dead(reason, is_final=not may_go_on))

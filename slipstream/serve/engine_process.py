@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -23,7 +22,7 @@ from slipstream.grammars import XGrammars
 from slipstream.host import Facts, Host
 from slipstream.request import Request
 from slipstream.serve.desk import Desk
-from slipstream.serve.driver import MAX_RESTARTS, RESTART_WINDOW_S, Dead, Driver, Failed, Message, Restarted
+from slipstream.serve.driver import Dead, Driver, Failed, Message, RestartBudget, Restarted
 from slipstream.serve.options import ServeOptions
 from slipstream.serve.wire import Asked, Beat, Channel, Maker, Order, Ready, Unpacker
 
@@ -49,7 +48,7 @@ class EngineProcess:
         self.hosts = [Host(ready.tokenizer, each, grammars) for each in ready.facts]
         self._desks: list[RemoteEngine] = []
         self._on_error = options.on_engine_error
-        self._failed_at: deque[float] = deque(maxlen=MAX_RESTARTS)
+        self._budget = RestartBudget()
         self._unsent: list[tuple[Any, ...]] = []  # commands
         self._is_stopping = False
         self._restarting: asyncio.Task[None] | None = None
@@ -145,10 +144,8 @@ class EngineProcess:
         log.error("engine_process_ended", extra={"fields": {"reason": reason}})
         for desk in self._desks:
             desk.failure = reason
-        now = time.monotonic()
-        is_loop = len(self._failed_at) == MAX_RESTARTS and now - self._failed_at[0] < RESTART_WINDOW_S
-        self._failed_at.append(now)
-        facts = None if self._on_error == "exit" or is_loop else await self._new_process()
+        may_go_on = self._budget.spend() and self._on_error == "restart"
+        facts = await self._new_process() if may_go_on else None
         for number, desk in enumerate(self._desks):
             if facts is None:
                 desk.handle(Dead(reason))

@@ -27,13 +27,20 @@ class Lane:
         self.num_drafts, self._num_slots = limits.max_drafts, limits.max_num_seqs
         self._mean_s = 1.0  # how long an answer takes, the latest ones above all
 
-    def open(self, num_answers: int) -> None:
-        """Take places in the queue, which `close` gives back. Problem where there are none."""
+    def open(self, num_prompts: int, num_siblings: int) -> None:
+        """Take places in the queue, one for each answer, which `close` gives back. Problem where there are none."""
         if self.engine.state == "dead":
             raise unavailable(f"the engine has failed: {self.engine.failure}")
-        limit = self._num_slots + self.options.max_waiting
+        limit, num_answers = self._num_slots + self.options.max_waiting, num_prompts * num_siblings
         if num_answers > limit:
-            raise Problem(400, f"{num_answers} answers are asked for at once, and at most {limit} have room", param="n")
+            names = [*(["prompt"] if num_prompts > 1 else []), *(["n"] if num_siblings > 1 else [])]
+            message = (
+                f"{num_prompts} prompts with {num_siblings} answers each"
+                if len(names) == 2
+                else f"{num_answers} answers"
+            )
+            message = f"{' and '.join(names)} ask for {message} at once, and at most {limit} have room"
+            raise Problem(400, message, param=names[0])
         if self.num_open + num_answers > limit:
             raise queue_full(self._retry_after_s())
         self.num_open += num_answers

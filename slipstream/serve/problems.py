@@ -45,7 +45,7 @@ def problem_of(error: Exception, fields: Mapping[str, Any]) -> Problem:
     if isinstance(error, RequestError | CapacityError):
         name = str(error).split(maxsplit=1)[0].rstrip(":,").partition(".")[0]
         name = "messages" if name == "prompt" and "messages" in fields else name  # what a prompt was made of
-        code = "context_length_exceeded" if "max_model_len" in str(error) else None
+        code = error.code if isinstance(error, RequestError) else None
         return Problem(400, str(error), param=name if name in fields else None, code=code)
     if isinstance(error, ConfigError):  # a library that this server lacks
         return Problem(501, str(error), code="not_installed")

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic_core import from_json
 
 from slipstream.config import MAX_LOGPROBS, MAX_SIBLINGS, MAX_STOP_IDS, SamplingParams
 from slipstream.serve.problems import Problem
@@ -18,6 +19,7 @@ from slipstream.structured import StructuredOutput
 
 DEFAULT_COMPLETION_TOKENS = 16
 QUICK_PROMPT = 512  # token ids, or characters
+MOST_ERRORS = 1000  # of one body that are looked at
 RESERVED_VARIABLES = ("messages", "add_generation_prompt", "self")  # of a chat template: the server sets them
 
 
@@ -282,9 +284,21 @@ def parse(cls: type[Asked], body: bytes) -> Asked:
     try:
         asked = cls.model_validate_json(body)
     except ValidationError as error:
+        if error.error_count() > MOST_ERRORS:
+            raise _problem_of_many(cls, body, error.error_count()) from None
         raise _problem(error.errors(include_url=False, include_input=False, include_context=False)) from None
     asked.check()
     return asked
+
+
+def _problem_of_many(cls: type[Body], body: bytes, count: int) -> Problem:
+    """To list hundreds of thousands of errors takes longer than the loop may stand still."""
+    value = from_json(body)
+    known = {field.alias or name for name, field in cls.model_fields.items()}
+    unknown = next((name[:64] for name in value if name not in known), None) if isinstance(value, dict) else None
+    if unknown is not None:
+        return Problem(400, f"unknown or unsupported field: {unknown}", param=unknown, code="unknown_field")
+    return Problem(400, f"{count:,} values of the body are unknown or of a wrong kind", code="invalid_value")
 
 
 def _problem(errors: Sequence[Mapping[str, Any]]) -> Problem:

@@ -238,12 +238,12 @@ class Service:
             raise Problem(400, f"verify is {mode!r}, and this server offers {', '.join(self.lanes)}", param="verify")
         return self.lanes[mode]
 
-    def open(self, lane: Lane, num_answers: int, keeps_steps: bool) -> Job:
+    def open(self, lane: Lane, num_prompts: int, num_siblings: int, keeps_steps: bool) -> Job:
         """Places in a lane's queue for a request. Problem where there are none."""
         if self.is_draining:
             raise unavailable("the server is shutting down")
-        lane.open(num_answers)
-        return Job(lane, num_answers, keeps_steps)
+        lane.open(num_prompts, num_siblings)
+        return Job(lane, num_prompts * num_siblings, keeps_steps)
 
     async def in_pool(self, function: Callable[[], Any], is_form: bool = False) -> Any:
         """The result of work that would hold up the loop."""

@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 
 from slipstream.config import SamplingParams
 from slipstream.errors import CapacityError, ConfigError, EngineError, RequestError
+from slipstream.serve import protocol
 from slipstream.serve.guard import Keys, request_id_of
 from slipstream.serve.problems import Problem, problem_of
 from slipstream.serve.protocol import (
@@ -78,6 +79,23 @@ def test_any_bytes(kind: Any, body: bytes) -> None:
     read(kind, body)
 
 
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"prompt": "x", **{f"k{i}": 1 for i in range(5000)}}, "k0", "unknown or unsupported field: k0"),
+        ({"prompt": "x", "stop": [1] * 5000}, None, "5,001 values of the body"),
+    ],
+)
+def test_of_thousands_of_errors_no_list_is_made(
+    body: dict[str, Any], param: str | None, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take longer than the event loop may stand still."""
+    monkeypatch.setattr(protocol, "_problem", lambda errors: pytest.fail("a list was made"))
+    with pytest.raises(Problem, match=says) as refused:
+        parse(CompletionRequest, json.dumps(body).encode())
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
 def test_names_are_not_repeated_at_any_length() -> None:
     with pytest.raises(Problem) as refused:
         parse(CompletionRequest, json.dumps({"prompt": "x", "y" * 10**6: 1}).encode())
@@ -118,6 +136,11 @@ def test_every_field_of_the_engine_can_be_asked_for() -> None:
     ],
 )
 def test_errors_of_the_engine_as_answers(error: Exception, status: int, param: str | None) -> None:
+    """What they are called comes from where they are made: a message may quote anything."""
+    assert problem_of(RequestError("logit_bias holds 'max_model_len'"), {}).code is None
+    assert (
+        problem_of(RequestError("prompt is long", code="context_length_exceeded"), {}).code == "context_length_exceeded"
+    )
     problem = problem_of(error, CompletionRequest.model_fields)
     assert (problem.status, problem.param) == (status, param)
     with pytest.raises(KeyError):
