@@ -1,12 +1,13 @@
 """A row's result is the same bits whatever shares its launch, for each kernel of a deterministic engine and for all of it.
 
-Interpreted, fp32 only: NumPy multiplies blocks of one shape, so this shows that nothing but a row's own data and position
+Interpreted, fp32 only, with products added up term by term: this shows that nothing but a row's own data and position
 decides how its sums are cut up. That the instructions of a GPU treat all rows of a block alike is shown there, where the
 same tests run in bf16 too, and by tests/gpu/test_deterministic_cuda.py. Each test has a control that must differ.
 """
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,11 +24,24 @@ from slipstream.prompts import MadeUp
 from slipstream.testing import tiny_models, tiny_spec
 from slipstream.verify import fused_rules
 from tests.kernels.acceptance import make_case
+from tests.kernels.conftest import HAS_CUDA
 from tests.kernels.steps import NAN, Shape, Step, assert_close, workspace
 from tests.lossless.harness import on, run
 from tests.lossless.same_bits import SameBits
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=not HAS_CUDA)
+def rows_of_a_block_are_multiplied_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a tensor core. The BLAS below NumPy adds up by where in a block a row stands, on some processors."""
+    from triton.runtime import interpreter
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        product = np.einsum("...mk,...kn->...mn", a.data, b.data, optimize=False)
+        return interpreter.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 def draw(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
