@@ -3,6 +3,7 @@
 An ASGI layer around the application. The log is JSON, one object a line; texts and keys are never in it.
 """
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -18,7 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.serve.problems import Problem
+from slipstream.serve.problems import Problem, unavailable
 
 log = logging.getLogger("slipstream.serve")
 
@@ -78,6 +79,11 @@ class Guard:
                 await respond(entry.problem)(scope, receive, stamped)
             else:
                 await self._app(scope, receive, stamped)
+        except asyncio.CancelledError:  # the server ends at once
+            if not entry.status:
+                entry.problem = unavailable("the server is shutting down")
+                await respond(entry.problem)(scope, receive, stamped)
+            raise
         finally:
             _write(scope, entry, time.perf_counter() - start)
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -145,18 +146,24 @@ def test_sigterm_while_it_loads(tiny_folders: tuple[Path, Path], tmp_path: Path)
 
 
 def test_a_second_signal_ends_it_at_once(tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Who has got nothing of an answer is told so in the shape of all errors."""
     with (
         process(tiny_folders, tmp_path / "break") as (running, url),
-        httpx2.Client(timeout=60) as client,
+        httpx2.Client(base_url=url, timeout=60) as client,
         begin(url, client) as response,
+        ThreadPoolExecutor() as pool,
     ):
         lines = response.iter_lines()
         next(lines)
+        whole = pool.submit(client.post, COMPLETIONS, json={**LONG, "n": 3})
+        wait_for(client, 4)
         (engine,) = children_of(running.pid)
         running.send_signal(signal.SIGINT)
         assert running.stderr is not None
         assert '"draining"' in next(running.stderr)
         running.send_signal(signal.SIGINT)
+        refused = whole.result(20)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
         assert running.wait(20) == 0
         assert "Traceback" not in running.stderr.read()
         assert not is_alive(engine)
