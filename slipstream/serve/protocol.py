@@ -19,8 +19,13 @@ from slipstream.structured import StructuredOutput
 
 DEFAULT_COMPLETION_TOKENS = 16
 QUICK_PROMPT = 512  # token ids, or characters
-MOST_ERRORS = 1000  # of one body that are looked at
+MOST_ERRORS = 1000  # of one body that are listed without a look for unknown names first
 RESERVED_VARIABLES = ("messages", "add_generation_prompt", "self")  # of a chat template: the server sets them
+
+
+# A list ends at its first wrong value: to name each of a million takes seconds.
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -38,7 +43,7 @@ class Structured(Body):
     json_schema: dict[str, Any] | str | bool | None = Field(None, alias="json")
     regex: str | None = None
     grammar: str | None = None
-    choice: list[str] | None = None
+    choice: Texts | None = None
     after: str | None = None
 
 
@@ -66,7 +71,7 @@ class Answering(Body):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -76,7 +81,7 @@ class Answering(Body):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_IDS)
+    stop_token_ids: TokenIds | None = Field(None, max_length=MAX_STOP_IDS)
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
     structured: Structured | None = None
@@ -158,14 +163,14 @@ class TextPart(Body):
 
 class Message(Body):
     role: Literal["system", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     @property
     def text(self) -> str:
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-Messages = Annotated[list[Message], Field(min_length=1)]
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1)]
 
 
 class ChatRequest(Answering):
@@ -270,7 +275,7 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
 
     def check(self) -> None:
         pass
@@ -284,21 +289,23 @@ def parse(cls: type[Asked], body: bytes) -> Asked:
     try:
         asked = cls.model_validate_json(body)
     except ValidationError as error:
-        if error.error_count() > MOST_ERRORS:
-            raise _problem_of_many(cls, body, error.error_count()) from None
+        if error.error_count() > MOST_ERRORS and (unknown := _unknown_of_many(cls, body)):
+            raise unknown from None
         raise _problem(error.errors(include_url=False, include_input=False, include_context=False)) from None
     asked.check()
     return asked
 
 
-def _problem_of_many(cls: type[Body], body: bytes, count: int) -> Problem:
-    """To list hundreds of thousands of errors takes longer than the loop may stand still."""
-    value = from_json(body)
-    known = {field.alias or name for name, field in cls.model_fields.items()}
-    unknown = next((name[:64] for name in value if name not in known), None) if isinstance(value, dict) else None
-    if unknown is not None:
-        return Problem(400, f"unknown or unsupported field: {unknown}", param=unknown, code="unknown_field")
-    return Problem(400, f"{count:,} values of the body are unknown or of a wrong kind", code="invalid_value")
+def _unknown_of_many(cls: type[Body], body: bytes) -> Problem | None:
+    """The first field of the body that there is none of, without a list of all errors: that of a body with hundreds of
+    thousands of unknown names would take longer than the loop may stand still."""
+    value, known = from_json(body), {field.alias or name for name, field in cls.model_fields.items()}
+    unknown = next((name for name in value if name not in known), None) if isinstance(value, dict) else None
+    return None if unknown is None else _unknown(unknown[:64])
+
+
+def _unknown(param: str | None) -> Problem:
+    return Problem(400, f"unknown or unsupported field: {param}", param=param, code="unknown_field")
 
 
 def _problem(errors: Sequence[Mapping[str, Any]]) -> Problem:
@@ -309,7 +316,7 @@ def _problem(errors: Sequence[Mapping[str, Any]]) -> Problem:
     if worst["type"] == "json_invalid":
         return Problem(400, f"the body is no JSON: {worst['msg']}", code="invalid_json")
     if worst["type"] == "extra_forbidden":
-        return Problem(400, f"unknown or unsupported field: {param}", param=param, code="unknown_field")
+        return _unknown(param)
     if worst["type"] == "missing":
         return Problem(400, f"{param} is missing", param=param, code="missing_field")
     message = worst["msg"].removeprefix("Value error, ")
