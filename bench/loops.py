@@ -8,19 +8,16 @@ loop over the overlapped one's in the same turn: its median over turns, with the
 """
 
 import argparse
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from bench.requests import wave
+from bench.requests import prompts_of, wave, write
 from slipstream import LLM, SamplingParams, SpeculativeConfig
 from slipstream.config import MODES
-from slipstream.lab import machine
-from slipstream.lab.measure import load, positions_needed, token_ids, warm_up
+from slipstream.lab.measure import load, warm_up
 from slipstream.lab.waves import median
 from slipstream.load import Models
-from slipstream.prompts import read_prompts, user
 
 LOOPS = {"overlapped": True, "plain": False}
 
@@ -51,13 +48,11 @@ def make_llm(options: argparse.Namespace, mode: str, models: Models, concurrency
 def main() -> None:
     options = arguments()
     models = load(options.model, options.draft, {"dtype": options.dtype}, {})
-    texts = read_prompts(options.prompts)
-    length = positions_needed(models, [user(text) for text in texts], options.max_tokens)
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True)
     rows: list[dict[str, Any]] = []
     for concurrency in options.concurrency:
         count = options.requests * (1 if concurrency == 1 else 2)
-        prompts = [token_ids(models.tokenizer, user(texts[i % len(texts)])) for i in range(count)]
+        prompts, length = prompts_of(options, models, count)
         for mode in options.modes:
             llms = {loop: make_llm(options, mode, models, concurrency, length, loop) for loop in LOOPS}
             for llm in llms.values():
@@ -67,11 +62,7 @@ def main() -> None:
                 for loop in sorted(LOOPS, reverse=turn % 2 == 1):
                     speeds[loop].append(wave(llms[loop], prompts, [params] * count)["tok_per_s"])
             rows.append(row_of(mode, concurrency, speeds))
-    conditions = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    report = {**machine.provenance(models.device), "conditions": conditions, "rows": rows}
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(options, models, rows)
 
 
 def row_of(mode: str, concurrency: int, speeds: dict[str, list[float]]) -> dict[str, Any]:

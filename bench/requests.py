@@ -100,13 +100,27 @@ def num_entries(answers: list[Completion]) -> int:
     return sum(len(answer.logprobs or ()) + len(answer.prompt_logprobs or ()) for answer in answers)
 
 
+def prompts_of(options: argparse.Namespace, models: Models, count: int) -> tuple[list[list[int]], int]:
+    """Token ids of `count` prompts, in turns, and the positions that the longest needs with its answer."""
+    texts = read_prompts(options.prompts)
+    texts = [texts[i % len(texts)] for i in range(count)]
+    length = positions_needed(models, [user(text) for text in texts], options.max_tokens)
+    return [token_ids(models.tokenizer, user(text)) for text in texts], length
+
+
+def write(options: argparse.Namespace, models: Models, rows: list[dict[str, Any]], **conditions: Any) -> None:
+    """The report, to `options.out` if that is given."""
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    report = {**machine.provenance(models.device), "conditions": given | conditions, "rows": rows}
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main() -> None:
     options = arguments()
     models = load(options.model, options.draft, {"dtype": options.dtype}, {})
-    texts = read_prompts(options.prompts)
-    texts = [texts[i % len(texts)] for i in range(options.requests)]
-    length = positions_needed(models, [user(text) for text in texts], options.max_tokens)
-    prompts = [token_ids(models.tokenizer, user(text)) for text in texts]
+    prompts, length = prompts_of(options, models, options.requests)
     rows: list[dict[str, Any]] = []
     for mode in options.modes:
         llm = make_llm(options, mode, models, length)
@@ -118,11 +132,7 @@ def main() -> None:
             for wish, params in asked.items():
                 waves[wish].append(wave(llm, prompts, params))
         rows += table(mode, waves)
-    conditions = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    report = {**machine.provenance(models.device), "conditions": {**conditions, "wishes": WISHES}, "rows": rows}
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(options, models, rows, wishes=WISHES)
 
 
 def table(mode: str, waves: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """What requests that ask for nothing pay for what others may ask: the engine beside one that has none of it.
 
-    python bench/unasked.py --draft smollm2-135m-dspark --concurrency 8 --waves 12 --out runs/unasked.json
+    python -m bench.unasked --concurrency 8 --waves 12 --out runs/unasked.json
 
 Two engines a mode over the same weights take turns wave by wave, and who begins changes: the one that everybody has, and
 a bare one, in which nothing looks for filters, penalties, biases, bans, grammars or log-probabilities: not when members
@@ -9,7 +9,6 @@ time per token beside the bare engine's in the same turn, its median over turns 
 """
 
 import argparse
-import json
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from bench.requests import make_llm, params_of, wave
+from bench.requests import make_llm, params_of, prompts_of, wave, write
 from slipstream.commit import Delta, commit
 from slipstream.config import MODES
 from slipstream.decide.policy import with_draft_length
 from slipstream.engine import Drafted, Engine, Flight
-from slipstream.lab import machine
-from slipstream.lab.measure import load, positions_needed, token_ids, warm_up
+from slipstream.lab.measure import load, warm_up
 from slipstream.ledger import SAMPLED, InFlight, Ledger, Members
 from slipstream.llm import LLM
 from slipstream.plan import Admission, Bools, Decision, Int32s, Int64s, StepPlan, StepResult
-from slipstream.prompts import read_prompts, user
 from slipstream.request import Request
 from slipstream.scheduler import Scheduler
 
@@ -145,10 +142,7 @@ def bare(llm: LLM) -> LLM:
 def main() -> None:
     options = arguments()
     models = load(options.model, options.draft, {"dtype": options.dtype}, {})
-    texts = read_prompts(options.prompts)
-    texts = [texts[i % len(texts)] for i in range(options.requests)]
-    length = positions_needed(models, [user(text) for text in texts], options.max_tokens)
-    prompts = [token_ids(models.tokenizer, user(text)) for text in texts]
+    prompts, length = prompts_of(options, models, options.requests)
     params = params_of(options, "nothing", len(prompts))
     rows = []
     for mode in options.modes:
@@ -161,11 +155,7 @@ def main() -> None:
             for name in sorted(engines, reverse=turn % 2 == 1):
                 waves[name].append(wave(engines[name], prompts, params))
         rows.append(row_of(mode, waves))
-    conditions = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    report = {**machine.provenance(models.device), "conditions": conditions, "rows": rows}
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(options, models, rows)
 
 
 def row_of(mode: str, waves: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
