@@ -2,11 +2,13 @@
 
     python -m bench.tune_step 8b --out runs/tune-step-8b.json
     python -m bench.tune_step smollm2 --small runs/model.gguf --out runs/tune-step-smollm2.json
+    python -m bench.tune_step 8b --width 7 --rows 256 --only "now,any rows,eight warps"   # of 32 sequences
 
 bench/tune_linear.py times a product beside cold weights; in a step it also decides whether a norm is a launch of its own,
 and who waits for whom. A candidate is `TUNED` with some entries replaced, or as it is with every norm a launch (`apart`),
 or with launches that wait for the one before to be over (`late`), that come when it is (`behind`), beside the last
-programs of any kernel (`beside`), or early in steps of any number of rows (`any rows`).
+programs of any kernel (`beside`), or early in steps of any number of rows (`any rows`), or with attention by other warps
+(`eight warps`). `--width` W: steps that verify, W drafts of each sequence and its token, W + 1 rows.
 Entries of one candidate for different numbers of rows are choices of their own: compare candidates row by row. Engines
 record decoding at the given numbers of rows and nothing else. `linear` is the time in which the library multiplies by
 the weights of a step, and does nothing else. Two minutes at most for each model. `--smoke`: a toy, which is how the tests walk through it.
@@ -28,8 +30,9 @@ import torch.nn.functional as F
 
 from slipstream.config import SpeculativeConfig
 from slipstream.device import shapes
-from slipstream.kernels import early
+from slipstream.kernels import attention, early
 from slipstream.kernels import linear as kernels
+from slipstream.kernels.attention import Launch
 from slipstream.kernels.linear import Tile, _tile
 from slipstream.lab import machine
 from slipstream.lab.ceilings import linear_ms, linear_weights
@@ -55,6 +58,7 @@ class Candidate:
         early.MOST_PROGRAMS
     )  # of a kernel beside whose last ones others come; norms stay where they are
     most_rows: int = early.MOST_ROWS  # of a step whose kernels are launched early
+    attention: Mapping[Launch, Launch] = field(default_factory=dict)  # what is launched -> by what it is replaced
 
     def table(self) -> dict[Size, tuple[tuple[int, Tile | None], ...]]:
         found = dict(kernels.TUNED)
@@ -65,9 +69,15 @@ class Candidate:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        reads = (lambda *_: False) if self.norms_apart else kernels.reads_half_normed
+        reads, usual = (lambda *_: False) if self.norms_apart else kernels.reads_half_normed, attention.choose_launch
+
+        def launch(*asked: Any) -> Launch:
+            found = usual(*asked)
+            return self.attention.get(found, found)
+
         with (
             patch.object(kernels, "TUNED", self.table()), patch.object(kernels, "reads_half_normed", reads),
+            patch.object(attention, "choose_launch", launch),
             patch.multiple(
                 early, ENABLED=self.is_early, MOST_PROGRAMS=self.most_programs, MOST_ROWS=self.most_rows
             ),
@@ -97,6 +107,7 @@ APART_AND_NOW = {
 }
 CANDIDATES: Mapping[str, Mapping[str, Candidate]] = {
     "8b": APART_AND_NOW | {
+        "eight warps": Candidate(attention={Launch(64, 4, 3): Launch(64, 8, 3)}),
         # o by a tile, so that gate and up need no norm; at 32 rows they need none already, so qkv
         "a": Candidate({
             OUT: ((4, 8, _tile(16, 32, 64, 2, 9)), (32, 64, _tile(64, 32, 64, 1, 9))),
@@ -136,24 +147,30 @@ Say = Callable[[str], None]
 Times = dict[int, dict[str, list[float]]]  # rows -> candidate, or "linear" -> ms of each wave
 
 
-def start(models: Models, candidate: Candidate, rows: Sequence[int]) -> LLM:
-    """An engine without drafts that records steps of these numbers of sequences, and of no prompts."""
-    few = patch.multiple(shapes, SEQUENCES=tuple(sorted(rows)), PREFILL_ROWS=(), PREFILL_SEQUENCES=())
+def start(models: Models, candidate: Candidate, rows: Sequence[int], width: int) -> LLM:
+    """An engine that records steps of these numbers of rows, width + 1 of each sequence, and of no prompts."""
+    sequences = sorted(count // (width + 1) for count in rows)
+    few = patch.multiple(shapes, SEQUENCES=tuple(sequences), PREFILL_ROWS=(), PREFILL_SEQUENCES=())
+    speculative = (
+        SpeculativeConfig.for_mode("static", draft_model=str(models.drafter_name), num_speculative_tokens=width)
+        if width else SpeculativeConfig()
+    )  # fmt: skip
     with few, candidate.in_force():
         return LLM(
-            models, speculative=SpeculativeConfig(), backend="triton", max_num_seqs=max(rows), prefix_caching=False,
+            models, speculative=speculative, backend="triton", max_num_seqs=sequences[-1], prefix_caching=False,
             max_model_len=min(MAX_MODEL_LEN, models.target.spec.max_position_embeddings),
         )  # fmt: skip
 
 
 def measure(
-    models: Models, candidates: Mapping[str, Candidate], rows: Sequence[int], waves: int, deadline: float, say: Say
-) -> Times:
+    models: Models, candidates: Mapping[str, Candidate], rows: Sequence[int], width: int, waves: int, deadline: float,
+    say: Say,
+) -> Times:  # fmt: skip
     """Every candidate at every number of rows in each wave; waves after the first only where time is left."""
     engines = {}
     for name, candidate in candidates.items():
         begun = time.monotonic()
-        engines[name] = start(models, candidate, rows)
+        engines[name] = start(models, candidate, rows, width)
         say(f"engine {name}: {time.monotonic() - begun:.1f} s")
     weights = linear_weights(models.target)
     context, repeats = (CONTEXT, 15) if models.device.type == "cuda" else (SMALL_CONTEXT, 1)
@@ -169,8 +186,9 @@ def measure(
             for name, candidate in candidates.items():
                 with candidate.in_force():  # which matters where nothing is recorded
                     took = time_step(
-                        engines[name].engine, num_sequences=count, width=0, context=context, repeats=repeats
-                    )
+                        engines[name].engine, num_sequences=count // (width + 1), width=width, context=context,
+                        repeats=repeats,
+                    )  # fmt: skip
                 times[count][name].append(took.verify_ms)
         wave_s = time.monotonic() - begun
     return times
@@ -198,6 +216,11 @@ def table(found: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
+def load(model: str, small: str, width: int) -> Models:
+    target, drafter = ("random:qwen3-8b", "random") if model == "8b" else (small, "smollm2-135m-dspark")
+    return load_models(target, drafter if width else None)
+
+
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -207,6 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", choices=("8b", "smollm2"))
     parser.add_argument("--small", default="smollm2-135m", help="where the small model is, if not installed")
     parser.add_argument("--rows", help="1,32: instead of all")
+    parser.add_argument("--width", type=int, default=0, help="drafts of each sequence that are verified (0)")
     parser.add_argument("--only", help="apart,now,a: instead of all candidates; apart is always there")
     parser.add_argument("--waves", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=110, help="no wave is begun that would end later")
@@ -214,12 +238,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/tune-step.json"))
     asked = parser.parse_args(arguments)
     begun, model = time.monotonic(), "toy" if asked.smoke else asked.model
-    models = tiny_models() if asked.smoke else load_models("random:qwen3-8b" if model == "8b" else asked.small, None)
+    models = tiny_models("dspark" if asked.width else None) if asked.smoke else load(model, asked.small, asked.width)
     rows = ROWS[model] if asked.rows is None else tuple(int(part) for part in asked.rows.split(","))
+    if any(count % (asked.width + 1) for count in rows):
+        parser.error(f"--rows {asked.rows}: with width {asked.width} a sequence has {asked.width + 1} of them")
     wanted = {"apart", *(CANDIDATES[model] if asked.only is None else asked.only.split(","))}
     candidates = {name: each for name, each in CANDIDATES[model].items() if name in wanted}
     say(f"loaded: {time.monotonic() - begun:.1f} s")
-    found = rows_of(model, measure(models, candidates, rows, asked.waves, begun + asked.seconds, say))
+    times = measure(models, candidates, rows, asked.width, asked.waves, begun + asked.seconds, say)
+    found = rows_of(model, times)
     command = f"python -m bench.tune_step {' '.join(arguments or sys.argv[1:])}"
     body = {
         "command": command, **machine.provenance(models.device), "seconds": time.monotonic() - begun,

@@ -17,9 +17,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.mark.slow
-def test_every_candidate_is_timed_in_every_wave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("width", [0, 1])
+def test_every_candidate_is_timed_in_every_wave(width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "found" / "out.json"
-    assert tune_step.main(["8b", "--smoke", "--waves", "2", "--rows", "2", "--out", str(out)]) == 0
+    asked = ["8b", "--smoke", "--waves", "2", "--rows", "2", "--width", str(width), "--out", str(out)]
+    assert tune_step.main(asked) == 0
     found: dict[str, Any] = json.loads(out.read_text())
     assert [(row["candidate"], row["rows"], len(row["waves"])) for row in found["rows"]] == [
         (name, 2, 2) for name in CANDIDATES["toy"]
