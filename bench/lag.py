@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ class Cell:
         sampling = SamplingParams(max_tokens=256, temperature=self.temperature, seed=0 if self.temperature else None)
         return BenchOptions(
             model=model, draft="smollm2-135m-dspark", sampling=sampling,
-            prompts=prompts_of((self.kind,) if self.kind else SETS), **common,
+            prompts=prompts_of((self.kind,) if self.kind else SETS, self.num_requests), **common,
         )  # fmt: skip
 
 
@@ -229,16 +230,14 @@ def reports(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield path.stem, json.loads(path.read_text(encoding="utf-8"))
 
 
-def prompts_of(sets: Sequence[str], folder: Path = Path("runs")) -> Path:
-    """One file; prompts of several sets take turns in it."""
-    files = [DATA / "prompts" / f"{name}.jsonl" for name in sets]
-    if len(files) == 1:
-        return files[0]
-    lines = [file.read_text(encoding="utf-8").splitlines() for file in files]
+def prompts_of(sets: Sequence[str], count: int, folder: Path = Path("runs")) -> Path:
+    """A file of `count` prompts: those of several sets take turns in it, and all begin again where there are too few."""
+    lines = [(DATA / "prompts" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines() for name in sets]
+    in_turn = (line for turn in zip(*lines, strict=False) for line in turn)
     folder.mkdir(parents=True, exist_ok=True)
-    mixed = folder / "mixed.jsonl"
-    mixed.write_text("\n".join(line for turn in zip(*lines, strict=False) for line in turn) + "\n", encoding="utf-8")
-    return mixed
+    file = folder / f"{sets[0] if len(sets) == 1 else 'mixed'}.jsonl"
+    file.write_text("\n".join(islice(cycle(in_turn), count)) + "\n", encoding="utf-8")
+    return file
 
 
 def cells(folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:

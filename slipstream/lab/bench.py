@@ -28,6 +28,7 @@ from slipstream.rehearse import time_step
 
 Watch: TypeAlias = Callable[[str, Sequence[Span]], None]  # (label of a case, spans of its wave)
 
+PROBED_EACH = 2  # requests of every slot, in a wave that is probed
 STEP_CONTEXT = 192  # tokens of KV of the steps that are timed alone
 
 
@@ -41,9 +42,10 @@ class BenchResult:
 def run(
     options: BenchOptions, say: Callable[[str], None], watch: Watch | None = None, models: Models | None = None
 ) -> BenchResult:
-    """Measure all cases; `say` gets one line per thing done, `watch` the spans of every wave that is probed.
+    """Measure all cases; `say` gets one line per thing done, `watch` the spans of every case's probed wave.
 
-    models: those that `options` name, where somebody has loaded them before.
+    A probed wave comes after all others and says nothing of speed: recording takes time of the host, of which a small
+    model has none to spare. models: those that `options` name, where somebody has loaded them before.
     """
     texts = read_requests(options)
     trace = None if options.replay is None else read_trace(options.replay)
@@ -59,15 +61,27 @@ def run(
     for number in range(options.waves):
         for index, (case, (llm, policy)) in enumerate(zip(cases, served_by, strict=True)):
             llm.engine.policy = policy
-            wave, completions = run_wave(llm, served.prompts, served.params, options.probe)
+            wave, completions = run_wave(llm, served.prompts, served.params)
             waves[index].append(wave)
-            if options.probe and watch is not None:
-                watch(options.label(case), llm.engine.recorder.spans)
             if number == 0:
                 first.append(completions)
             say(f"wave {number + 1}/{options.waves}  {options.label(case)}: {wave.tok_per_s:.1f} tok/s")
-    rows = make_rows(options, models, cases, llms, waves)
+    watched = [
+        probe(options, case, llm, policy, served, watch) if options.probe else None
+        for case, (llm, policy) in zip(cases, served_by, strict=True)
+    ]
+    rows = make_rows(options, models, cases, llms, waves, watched)
     return BenchResult(report=make_report(options, models, found, rows), cases=tuple(cases), completions=tuple(first))
+
+
+def probe(options: BenchOptions, case: Case, llm: LLM, policy: Policy, served: "Load", watch: Watch | None) -> Wave:
+    """One wave more, of a few requests for each slot, with every stage recorded."""
+    llm.engine.policy, count = policy, PROBED_EACH * case.concurrency
+    wave, _ = run_wave(llm, served.prompts[:count], served.params[:count], probe=True)
+    if watch is not None:
+        watch(options.label(case), llm.engine.recorder.spans)
+    llm.stop_recording()
+    return wave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +189,9 @@ def step_times(llms: Sequence[LLM]) -> dict[str, float]:
 
 
 def make_rows(
-    options: BenchOptions, models: Models, cases: Sequence[Case], llms: Sequence[LLM], waves: Sequence[Sequence[Wave]]
-) -> list[dict[str, Any]]:
+    options: BenchOptions, models: Models, cases: Sequence[Case], llms: Sequence[LLM], waves: Sequence[Sequence[Wave]],
+    watched: Sequence[Wave | None],
+) -> list[dict[str, Any]]:  # fmt: skip
     settings = Settings(
         prompts=options.prompts_name,
         dtype=str(models.target.head_weight.dtype).removeprefix("torch."),
@@ -185,11 +200,11 @@ def make_rows(
     )
     off = {case.concurrency: measured for case, measured in zip(cases, waves, strict=True) if case.mode == "off"}
     rows = []
-    for case, llm, measured in zip(cases, llms, waves, strict=True):
+    for case, llm, measured, seen in zip(cases, llms, waves, watched, strict=True):
         resolved = replace(case, num_speculative_tokens=llm.engine.scheduler.limits.max_drafts or None)
         plain = off.get(case.concurrency, ())
         signal = None if llm.engine.policy.signal == "none" else llm.engine.policy.signal
-        rows.append(bench_row(resolved, settings, signal, measured, plain))
+        rows.append(bench_row(resolved, settings, signal, measured, plain, [seen] if seen else None))
         if options.replay is not None:  # drafts stand that the target would not have written
             rows[-1]["same_as_off"] = None
     return rows

@@ -26,13 +26,18 @@ class Settings:
 
 
 def bench_row(
-    case: Case, settings: Settings, signal: str | None, waves: Sequence[Wave], plain: Sequence[Wave]
-) -> dict[str, Any]:
-    """One row of the report. `plain` are the waves of plain decoding at the same concurrency, if there are any."""
+    case: Case, settings: Settings, signal: str | None, waves: Sequence[Wave], plain: Sequence[Wave],
+    watched: Sequence[Wave] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """One row of the report.
+
+    plain: the waves of plain decoding at the same concurrency, if there are any. watched: those that the critical path is
+    taken from, if it is not `waves`.
+    """
     answers = [answer for wave in waves for answer in wave.answers]
     without_loops = straight(answers)
     counters, no_loops, timed = total(answers), total(without_loops), speed(waves, plain)
-    speeds = timed["wave_tok_per_s"]
+    speeds, paths = timed["wave_tok_per_s"], [wave.critical_path for wave in (watched or waves)]
     num_steps = sum(wave.num_steps for wave in waves)
     rows = counters.verified + counters.steps
     return {
@@ -61,7 +66,7 @@ def bench_row(
         "acceptance_rate": counters.acceptance_rate,
         "mean_accepted_length": counters.mean_accepted_length,
         "rows_per_step": rows / num_steps if num_steps else None,
-        **{name: median([getattr(w.critical_path, name) for w in waves]) for name in asdict(NO_CRITICAL_PATH)},
+        **{name: median([getattr(path, name) for path in paths]) for name in asdict(NO_CRITICAL_PATH)},
         "wave_tok_per_s": speeds,
         "width_histogram": {str(w): n for w, n in sorted(counters.width_histogram.items())},
         "acceptance_at": counters.acceptance_at,
