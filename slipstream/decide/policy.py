@@ -22,7 +22,7 @@ from slipstream.decide.controller import AnyInts, Candidates, Problem
 from slipstream.decide.cost import CostModel, StepCost
 from slipstream.decide.going_rate import GoingRate
 from slipstream.decide.lessons import Lessons, Sighting
-from slipstream.decide.pace import DraftLengths, Timing
+from slipstream.decide.pace import FREE, FREE_EVERY, FREE_SEEN, DraftLengths, Timing
 from slipstream.decide.record import DecisionRecord
 from slipstream.decide.survival import ALL_GREEDY, Classes, SurvivalModel, survival_of
 from slipstream.plan import Decision, DraftReport, Int32s, StepPlan, StepResult
@@ -145,6 +145,7 @@ class Adaptive:
         self._expected: _Expected | None = None  # memo of `_expect`, until more is known
         self._lessons = Lessons()
         self._timing = Timing()
+        self._is_free = False  # nothing was chosen in the last decision, because all drafts cost next to nothing
 
     @property
     def waits_for(self) -> WaitsFor:
@@ -188,7 +189,9 @@ class Adaptive:
         caps = _caps(plan)
         if self.cost is None:
             return _in_full(caps, NO_COST_MODEL)
-        decision = self._decided(plan, caps, self.cost) if np.count_nonzero(caps) else _in_full(caps)
+        may_draft = bool(np.count_nonzero(caps))
+        self._is_free = may_draft and are_nearly_free(plan, caps, self.cost)
+        decision = self._decided(plan, caps, self.cost) if may_draft and not self._is_free else _in_full(caps)
         if plan.num_decode and self._going_rate.counts(plan.step):
             self._going_rate.price(plan, expected_ms(plan, decision, self.cost))
         return decision
@@ -267,7 +270,7 @@ class Adaptive:
         Teaching is left to `learn`, which is off the path from a draft to its decision. So no decision depends on its
         own step through what is learned, either.
         """
-        if report.signal_np.size == 0:
+        if report.signal_np.size == 0 or not self._looks_at(plan):
             return
         expected, self._expected = self._expected, None
         lagged = expected.confidence if expected and expected.plan.is_same_step(plan) else self.store.lookup(plan)
@@ -280,9 +283,13 @@ class Adaptive:
         """Teaches every few steps, see `lessons`; early ones at once."""
         if plan.num_decode:
             self._going_rate.count(plan, result)
-            if plan.draft_length:
+            if plan.draft_length and self._looks_at(plan):
                 self._lessons.hear(result)
         self._lessons.teach_when_due(self.survival)
+
+    def _looks_at(self, plan: StepPlan) -> bool:
+        """Whether the step is taken in: where nothing is chosen a part of them keeps what was learned up to date."""
+        return not self._is_free or plan.step % FREE_EVERY < FREE_SEEN
 
     def times(self, plan: StepPlan) -> bool:
         """A part of the steps corrects the cost model; not those in which the device may wait for the host."""
@@ -372,6 +379,16 @@ def _caps(plan: StepPlan) -> Int32s:
 def step_cost(plan: StepPlan, cost: CostModel) -> StepCost:
     """What the plan's rows are priced by."""
     return cost.step if plan.num_decode == plan.num_sequences else cost.mixed
+
+
+def are_nearly_free(plan: StepPlan, caps_np: Int32s, cost: CostModel) -> bool:
+    """Whether all drafts that may be verified lengthen the step by no more than `FREE` of it."""
+    price, given = step_cost(plan, cost), int(np.add.reduce(plan.num_given_np))
+    whole_ms = price.ms_of_rows(given + int(np.add.reduce(caps_np)))
+    extra_ms = whole_ms - price.ms_of_rows(given)
+    if price.c2:
+        extra_ms += price.kv_ms(float(caps_np @ plan.context_upper_bound_np.astype(np.float64)), 0.0)
+    return bool(extra_ms <= FREE * whole_ms)
 
 
 def expected_ms(plan: StepPlan, decision: Decision, cost: CostModel) -> float:

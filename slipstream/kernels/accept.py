@@ -129,11 +129,12 @@ def _row_best(
 ):  # fmt: skip
     """One program: one tile of one row. floors, lasts: of the cuts, or None."""
     tile, row = tl.program_id(0), tl.program_id(1)
+    # Asked for before it is known whether anybody wants them: waiting for that first made a launch half as long again.
+    token_id = tile * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row.to(tl.int64) * row_stride + token_id, mask=token_id < num_token_ids, other=-_INF)
     sequence = tl.load(output_sequence + row)
     if sequence >= 0:
         slot = tl.load(slots + sequence)
-        token_id = tile * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits + row.to(tl.int64) * row_stride + token_id, mask=token_id < num_token_ids, other=-_INF)
         heat = tl.load(temperature + slot)
         position = tl.load(context + slot) + tl.load(num_given + sequence) + tl.load(output_offset + row)
         floor, last = None, None
@@ -170,7 +171,7 @@ def _shaped_row_best(
 def _keep_best(x, floor, last, tile, row, heat, seed, position, peaks, scores, ids, BLOCK: tl.constexpr):
     """x [BLOCK] fp32, -inf where no token is. floor, last: the row's cut, or None."""
     x = tl.where(x == x, x, _INF)  # NaN makes the row invalid as +inf does
-    peak, best = tl.max(x, axis=0, return_indices=True)
+    peak, best = _first_best(x, BLOCK)
     score = tl.full((), 0.0, tl.float32)
     if heat > 0:
         counter = tile * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
@@ -179,11 +180,18 @@ def _keep_best(x, floor, last, tile, row, heat, seed, position, peaks, scores, i
         if floor is not None:
             token_id = tile * BLOCK + tl.arange(0, BLOCK)
             noisy = tl.where((x > floor) | ((x == floor) & (token_id <= last)), noisy, -_INF)
-        score, best = tl.max(noisy, axis=0, return_indices=True)
+        score, best = _first_best(noisy, BLOCK)
     place = row * tl.num_programs(0) + tile
     tl.store(peaks + place, peak)
     tl.store(scores + place, score)
     tl.store(ids + place, tile * BLOCK + best)
+
+
+@triton.jit
+def _first_best(x, BLOCK: tl.constexpr):
+    """The largest of x [BLOCK], no NaN, and its first place. Two reductions of numbers are cheaper than one of pairs."""
+    best = tl.max(x, axis=0)
+    return best, tl.min(tl.where(x == best, tl.arange(0, BLOCK), BLOCK), axis=0)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_outputs", "drafts_stride", "num_drafts", "result_stride"])

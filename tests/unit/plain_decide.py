@@ -222,6 +222,7 @@ class Amortised:
         self.decoded = []  # sequences that decode, by step
         self.num_timed, self.latest = 0, 0
         self.priced, self.brought = {}, []  # ms by step; (sequences, tokens, ms) of the steps whose result is known
+        self.is_free = False  # in the last decision drafts cost next to nothing
 
     # what is known
 
@@ -247,6 +248,10 @@ class Amortised:
         kv_ms = self.cost.step.kv_ms(kv * (1 + widths / plan.num_decode), kv)
         draft_ms = self.cost.draft_ms(plan.draft_length, plan.num_decode)
         self.priced[plan.step] = draft_ms + self.cost.step.ms_of_rows(plan.num_decode + widths) + kv_ms
+        step, caps = self.cost.step, plan.caps_np.astype(float)
+        none_ms, all_ms = (step.ms_of_rows(int(plan.num_given_np.sum() + rows)) for rows in (0, caps.sum()))
+        kv_ms = step.c2 * (caps * plan.context_upper_bound_np).sum()
+        self.is_free = caps.any() and all_ms - none_ms + kv_ms <= pace.FREE * all_ms
 
     def past(self, plan):
         """(tokens, ms) of all steps, the newest in full, each as if as many sequences had decoded as in `plan`."""
@@ -257,17 +262,20 @@ class Amortised:
     # when it learns
 
     def observe(self, plan, report):
-        if report.signal_np.size:
+        if report.signal_np.size and self.looks_at(plan):
             confidence = self.survival.confidence(report.signal_np, plan.sampled_np.astype(int))
             sighting = {"plan": plan, "confidence": confidence, "lagged": self._padded(self.store.read(plan, 0))}
             self.store.put(plan, np.cumprod(confidence, axis=1))
             self.reports[plan.step] = sighting
 
+    def looks_at(self, plan):
+        return not self.is_free or plan.step % pace.FREE_EVERY in range(pace.FREE_SEEN)
+
     def learn(self, plan, result):
         if plan.teaches_np.any() and math.modf(plan.step * pace.TURN)[0] < going_rate.COUNTED:
             tokens = plan.num_decode * (1 + result.num_accepted_np[plan.teaches_np].mean())
             self.brought.append((plan.num_decode, tokens, self.priced[plan.step]))
-        if plan.step in self.reports:
+        if plan.step in self.reports and self.looks_at(plan):
             self.outcomes.append((self.reports.pop(plan.step), result))
         if not self.outcomes:
             return

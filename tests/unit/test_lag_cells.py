@@ -37,14 +37,13 @@ def test_commands_are_read() -> None:
 
 
 def test_prompts_of_several_sets_take_turns(tmp_path: Path) -> None:
-    path = lag.prompts_of(("gsm8k", "mbpp"), tmp_path)
-    lines = path.read_text(encoding="utf-8").splitlines()
-    firsts = [
-        (lag.DATA / "prompts" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[0]
-        for name in ("gsm8k", "mbpp")
+    sets = [
+        (lag.DATA / "prompts" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines() for name in ("gsm8k", "mbpp")
     ]
-    assert lines[:2] == firsts
-    assert lag.prompts_of(("mbpp",), tmp_path).name == "mbpp.jsonl"
+    in_turn = [line for turn in zip(*sets, strict=False) for line in turn]
+    path = lag.prompts_of(("gsm8k", "mbpp"), len(in_turn) + 10, tmp_path)
+    assert path.read_text(encoding="utf-8").splitlines() == in_turn + in_turn[:10], "and again from the first"
+    assert lag.prompts_of(("mbpp",), 8, tmp_path).name == "mbpp.jsonl"
 
 
 @pytest.mark.parametrize("path", sorted((lag.DATA / "traces").glob("*.npz")), ids=lambda path: path.stem)

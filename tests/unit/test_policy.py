@@ -372,8 +372,9 @@ def test_fault_1_slot_reuse_with_a_late_value():
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("mode", ["adaptive", "lag"])
-def test_fault_2_each_outcome_is_paired_with_its_own_proposal(mode, overlap):
+def test_fault_2_each_outcome_is_paired_with_its_own_proposal(mode, overlap, monkeypatch):
     """Drafts on even steps only; confidence .9 and .1 in turn, and the outcome always agrees with its own."""
+    monkeypatch.setattr(policies, "FREE", -1.0)  # every step is looked at, though every draft is verified
     policy = made(mode, LinearCost(1.0, 0.0), learns=True)
     drive, rows, taught = Drive(policy, overlap=overlap), [Row(0, 1)], []
     teach = policy.survival.teach_outcomes
@@ -425,6 +426,36 @@ def test_fault_5_a_constant_cost_verifies_everything(mode, cost):
     drive, rows = Drive(made(mode, cost)), [Row(0, 1), Row(1, 2)]
     for _ in range(3):
         assert drive.step(rows, [0.5] * S).num_draft_rows == 2 * S
+
+
+@pytest.mark.parametrize("mode", ADAPTIVE_MODES)
+def test_where_drafts_are_nearly_free_nothing_is_chosen_and_a_part_of_the_steps_is_looked_at(mode, monkeypatch):
+    """As with one request of a small model on a GPU: choosing would cost the host more than pruning saves the device."""
+    drive, looked_at = Drive(made(mode, LinearCost(5.0, 0.001))), []
+    put = drive.policy.store.put
+    monkeypatch.setattr(
+        drive.policy.store, "put", lambda plan, values: (looked_at.append(plan.step), put(plan, values))
+    )
+    few = [Row(0, 1), Row(1, 2)]
+    for _ in range(32):
+        assert drive.step(few, np.zeros(S)).num_draft_rows == 2 * S
+    assert {step % pace.FREE_EVERY for step in looked_at[1:]} == set(
+        range(pace.FREE_SEEN)
+    )  # two that follow each other
+    assert len(looked_at) <= 32 * pace.FREE_SEEN / pace.FREE_EVERY + 1
+    many = [*few, *(Row(slot, slot + 1) for slot in range(2, 64))]
+    totals = [drive.step(many, np.zeros(S)).num_draft_rows for _ in range(4)]
+    assert totals[-1] == 0, totals
+    assert drive.step(few, np.zeros(S)).num_draft_rows == 2 * S
+
+
+@pytest.mark.parametrize("cost", [LinearCost(5.0, 0.1, 0.0), LinearCost(5.0, 0.001, 1e-3)])
+def test_drafts_are_not_free_that_cost_more_than_a_share_of_the_step(cost):
+    """By rows, or by the context that each of them reads."""
+    drive, rows = Drive(made("lag", cost)), [Row(0, 1), Row(1, 2)]
+    for _ in range(3):
+        last = drive.step(rows, np.zeros(S))
+    assert last.num_draft_rows == 0
 
 
 def test_fault_6_confidence_0_saves_target_rows():
