@@ -14,7 +14,7 @@ FEW_SPACING = 4  # ... unless few sequences say less of later steps: then so man
 MUCH = 1 / 8  # of the drafts that may be verified: a change by more has the draft length chosen anew
 TIMED_EARLY = 64  # steps at the start that all correct the cost model
 TIMED_SHARE = 0.125  # of later ones
-FREE = 0.02  # of a step: all drafts together cost no more, and choosing among them costs the host more than it saves
+FREE_MS = 0.05  # what all drafts of a step together may cost and are not chosen among: that takes the host longer
 FREE_EVERY, FREE_SEEN = 8, 2  # of so many such steps so many are looked at, one after the other: lag's map needs both
 TURN = 0.6180339887498949  # golden ratio: multiples, modulo 1, fall evenly, and into step with no rhythm of the steps
 

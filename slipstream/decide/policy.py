@@ -22,7 +22,7 @@ from slipstream.decide.controller import AnyInts, Candidates, Problem
 from slipstream.decide.cost import CostModel, StepCost
 from slipstream.decide.going_rate import GoingRate
 from slipstream.decide.lessons import Lessons, Sighting
-from slipstream.decide.pace import FREE, FREE_EVERY, FREE_SEEN, DraftLengths, Timing
+from slipstream.decide.pace import FREE_EVERY, FREE_MS, FREE_SEEN, DraftLengths, Timing
 from slipstream.decide.record import DecisionRecord
 from slipstream.decide.survival import ALL_GREEDY, Classes, SurvivalModel, survival_of
 from slipstream.plan import Decision, DraftReport, Int32s, StepPlan, StepResult
@@ -382,13 +382,12 @@ def step_cost(plan: StepPlan, cost: CostModel) -> StepCost:
 
 
 def are_nearly_free(plan: StepPlan, caps_np: Int32s, cost: CostModel) -> bool:
-    """Whether all drafts that may be verified lengthen the step by no more than `FREE` of it."""
+    """Whether all drafts that may be verified lengthen the step by so little that the host had better not think of it."""
     price, given = step_cost(plan, cost), int(np.add.reduce(plan.num_given_np))
-    whole_ms = price.ms_of_rows(given + int(np.add.reduce(caps_np)))
-    extra_ms = whole_ms - price.ms_of_rows(given)
+    extra_ms = price.ms_of_rows(given + int(np.add.reduce(caps_np))) - price.ms_of_rows(given)
     if price.c2:
         extra_ms += price.kv_ms(float(caps_np @ plan.context_upper_bound_np.astype(np.float64)), 0.0)
-    return bool(extra_ms <= FREE * whole_ms)
+    return bool(extra_ms <= FREE_MS)
 
 
 def expected_ms(plan: StepPlan, decision: Decision, cost: CostModel) -> float:

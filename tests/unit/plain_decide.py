@@ -251,7 +251,7 @@ class Amortised:
         step, caps = self.cost.step, plan.caps_np.astype(float)
         none_ms, all_ms = (step.ms_of_rows(int(plan.num_given_np.sum() + rows)) for rows in (0, caps.sum()))
         kv_ms = step.c2 * (caps * plan.context_upper_bound_np).sum()
-        self.is_free = caps.any() and all_ms - none_ms + kv_ms <= pace.FREE * all_ms
+        self.is_free = caps.any() and all_ms - none_ms + kv_ms <= pace.FREE_MS
 
     def past(self, plan):
         """(tokens, ms) of all steps, the newest in full, each as if as many sequences had decoded as in `plan`."""

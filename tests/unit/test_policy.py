@@ -374,7 +374,7 @@ def test_fault_1_slot_reuse_with_a_late_value():
 @pytest.mark.parametrize("mode", ["adaptive", "lag"])
 def test_fault_2_each_outcome_is_paired_with_its_own_proposal(mode, overlap, monkeypatch):
     """Drafts on even steps only; confidence .9 and .1 in turn, and the outcome always agrees with its own."""
-    monkeypatch.setattr(policies, "FREE", -1.0)  # every step is looked at, though every draft is verified
+    monkeypatch.setattr(policies, "FREE_MS", -1.0)  # every step is looked at, though every draft is verified
     policy = made(mode, LinearCost(1.0, 0.0), learns=True)
     drive, rows, taught = Drive(policy, overlap=overlap), [Row(0, 1)], []
     teach = policy.survival.teach_outcomes
@@ -450,7 +450,7 @@ def test_where_drafts_are_nearly_free_nothing_is_chosen_and_a_part_of_the_steps_
 
 
 @pytest.mark.parametrize("cost", [LinearCost(5.0, 0.1, 0.0), LinearCost(5.0, 0.001, 1e-3)])
-def test_drafts_are_not_free_that_cost_more_than_a_share_of_the_step(cost):
+def test_drafts_are_not_free_that_cost_more_than_a_decision(cost):
     """By rows, or by the context that each of them reads."""
     drive, rows = Drive(made("lag", cost)), [Row(0, 1), Row(1, 2)]
     for _ in range(3):
