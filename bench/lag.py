@@ -95,7 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         simulate(options.out)
     else:
         out = options.out
-        tables = {"cells": table(list(cells(out))), "simulated": compared(out), "static": best_static(out)}
+        tables = {shape: table([c for c in cells(out) if c[0].startswith(shape)]) for shape in SHAPES}
+        tables |= {"simulated": compared(out), "static": best_static(out)}
         if options.page is not None:
             fill(options.page, tables)
         print("\n\n".join("\n".join(lines) for lines in tables.values()))
