@@ -23,12 +23,12 @@ from slipstream.lab.bench import (
     Load,
     make_rows,
     read_requests,
-    read_trace,
     replayed_load,
     start_all,
     wave_load,
 )
 from slipstream.lab.bench_options import BenchOptions, Replay
+from slipstream.lab.dense import DenseTrace
 from slipstream.lab.measure import load, run_wave
 from slipstream.lab.report import plain_json
 from slipstream.lab.waves import Wave
@@ -81,7 +81,7 @@ def measure(options: BenchOptions, models: Models, say: Say) -> dict[str, Any]:
 
 def load_of(options: BenchOptions, models: Models) -> Load:
     if options.replay is not None:
-        return replayed_load(options, read_trace(options.replay), models)
+        return replayed_load(options, DenseTrace.load(options.replay.trace), models)
     return wave_load(options, read_requests(options), models)
 
 

@@ -2,14 +2,15 @@
 
     python -m bench.lag trace --drafts 7 --temperature 1                     # the trace that cells are replayed from
     python -m bench.lag cell 8b --drafts 7 --concurrency 128,32 --temperature 1   # acceptance replayed, Qwen3-8B's shape
-    python -m bench.lag cell 8b --drafts 7 --concurrency 32 --set mt_bench   # one kind of prompts
+    python -m bench.lag cell 8b --drafts 7 --concurrency 32 --set mt_bench --set mbpp   # kinds of prompts, a cell each
     python -m bench.lag cell smollm2 --drafts 16 --concurrency 8 --model runs/model.gguf
     python -m bench.lag simulate                                             # what simulation says of every 8b cell so far
     python -m bench.lag tables --page docs/LAG.md                            # all cells so far, into the page
 
 A cell is one bench: its modes wave by wave in turn, four times as many requests as run at a time. Its JSON goes to
 bench/results/lag and is named by the cell, so that cells measured apart add up to the whole comparison. Cells of one
-command share what they load and, the largest first, the cost model, which is kept beside them.
+command share what they load and, the largest first, the cost model, which is kept beside them; kinds of prompts also the
+engines, one kind after the other.
 """
 
 import argparse
@@ -110,7 +111,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     cell = commands.add_parser("cell", help="measure one cell, or several")
     cell.add_argument("shape", choices=tuple(SHAPES))
     cell.add_argument("--concurrency", type=_numbers, required=True, help="several: 128,32,8,1")
-    cell.add_argument("--set", choices=SETS, help="one kind of prompts (all, mixed)")
+    cell.add_argument("--set", choices=SETS, action="append", help="one kind of prompts; again for others (all, mixed)")
     cell.add_argument("--fixed", type=_numbers, default=(), help="fixed widths measured beside the modes: 2,3,4")
     cell.add_argument("--waves", type=int, default=3)
     cell.add_argument("--timeline", action="store_true", help="draw two steps of each mode as well")
@@ -153,20 +154,25 @@ def measure(options: argparse.Namespace) -> None:
     models = None
     for concurrency in options.concurrency:
         start_s = time.perf_counter()
-        cell = Cell(
-            shape=options.shape, drafts=options.drafts, concurrency=concurrency, temperature=options.temperature,
-            kind=options.set, fixed=options.fixed, waves=options.waves,
-        )  # fmt: skip
-        asked, timeline = cell.options(options.model), Timeline()
-        models = models or load(asked.model, asked.draft, asked.engine, asked.speculative)
+        kinds = [
+            Cell(
+                shape=options.shape, drafts=options.drafts, concurrency=concurrency, temperature=options.temperature,
+                kind=kind, fixed=options.fixed, waves=options.waves,
+            )
+            for kind in options.set or (None,)
+        ]  # fmt: skip
+        asked, timeline = [cell.options(options.model) for cell in kinds], Timeline()
+        models = models or load(asked[0].model, asked[0].draft, asked[0].engine, asked[0].speculative)
         watch = timeline.add if options.timeline else None
-        report = bench.run(asked, lambda line: print(line, file=sys.stderr, flush=True), watch, models).report
-        report["cost_model"] = cost_model(models, concurrency)
-        write(options.out / f"{cell.name}.json", report)
-        if options.timeline:
+        found = bench.run_all(asked, lambda line: print(line, file=sys.stderr, flush=True), watch, models)
+        prices = cost_model(models, concurrency)
+        for cell, result in zip(kinds, found, strict=True):
+            write(options.out / f"{cell.name}.json", {**result.report, "cost_model": prices})
+            print("\n".join(table([(cell.name, result.report["rows"])])), flush=True)
+        if options.timeline:  # of the last kind
             shown = {label: spans for label, spans in timeline.cases.items() if not label.startswith("fixed")}
-            timeline_plot(options.out / f"{cell.name}.png", shown)
-        print("\n".join(table([(cell.name, report["rows"])])), f"\n{time.perf_counter() - start_s:.0f} s", flush=True)
+            timeline_plot(options.out / f"{kinds[-1].name}.png", shown)
+        print(f"{time.perf_counter() - start_s:.0f} s", flush=True)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -44,18 +44,45 @@ def run(
 ) -> BenchResult:
     """Measure all cases; `say` gets one line per thing done, `watch` the spans of every case's probed wave.
 
-    A probed wave comes after all others and says nothing of speed: recording takes time of the host, of which a small
-    model has none to spare. models: those that `options` name, where somebody has loaded them before.
+    models: those that `options` name, where somebody has loaded them before.
     """
-    texts = read_requests(options)
-    trace = None if options.replay is None else read_trace(options.replay)
-    models = models or load(options.model, options.draft, options.engine, options.speculative)
-    cases = options.cases()
-    served = wave_load(options, texts, models) if trace is None else replayed_load(options, trace, models)
-    served_by = start_all(models, cases, options, served, say)
-    llms = [llm for llm, _ in served_by]
-    found = {**ceilings.ceilings(models.target), **step_times(llms)}
+    return run_all([options], say, watch, models)[0]
+
+
+def run_all(
+    several: Sequence[BenchOptions], say: Callable[[str], None], watch: Watch | None = None,
+    models: Models | None = None,
+) -> list[BenchResult]:  # fmt: skip
+    """Benches that differ in their requests, one after another by the same engines, which are started once."""
+    first = several[0]
+    texts = [read_requests(options) for options in several]
+    trace = read_trace([options.replay for options in several if options.replay])
+    models = models or load(first.model, first.draft, first.engine, first.speculative)
+    loads = [
+        wave_load(options, its, models) if trace is None else replayed_load(options, trace, models)
+        for options, its in zip(several, texts, strict=True)
+    ]
+    served_by = start_all(models, first.cases(), first, joined(loads), say)
+    found = {**ceilings.ceilings(models.target), **step_times([llm for llm, _ in served_by])}
     say(ceiling_line(found))
+    results = []
+    for options, served in zip(several, loads, strict=True):
+        rows, completions = measure(options, models, served, served_by, say, watch)
+        report = make_report(options, models, found, rows)
+        results.append(BenchResult(report=report, cases=tuple(first.cases()), completions=completions))
+    return results
+
+
+def measure(
+    options: BenchOptions, models: Models, served: "Load", served_by: Sequence[tuple[LLM, Policy]],
+    say: Callable[[str], None], watch: Watch | None,
+) -> tuple[list[dict[str, Any]], tuple[tuple[Completion, ...], ...]]:  # fmt: skip
+    """The rows of all cases, and what each answered in its first wave.
+
+    A probed wave comes after all others and says nothing of speed: recording takes time of the host, of which a small
+    model has none to spare.
+    """
+    cases = options.cases()
     waves: list[list[Wave]] = [[] for _ in cases]
     first: list[tuple[Completion, ...]] = []
     for number in range(options.waves):
@@ -70,8 +97,8 @@ def run(
         probe(options, case, llm, policy, served, watch) if options.probe else None
         for case, (llm, policy) in zip(cases, served_by, strict=True)
     ]
-    rows = make_rows(options, models, cases, llms, waves, watched)
-    return BenchResult(report=make_report(options, models, found, rows), cases=tuple(cases), completions=tuple(first))
+    llms = [llm for llm, _ in served_by]
+    return make_rows(options, models, cases, llms, waves, watched), tuple(first)
 
 
 def probe(options: BenchOptions, case: Case, llm: LLM, policy: Policy, served: "Load", watch: Watch | None) -> Wave:
@@ -110,9 +137,20 @@ def read_requests(options: BenchOptions) -> list[str]:
     return found
 
 
-def read_trace(source: Replay) -> DenseTrace:
-    trace = DenseTrace.load(source.trace)
-    return trace.of_sets(source.sets) if source.sets else trace
+def joined(loads: Sequence[Load]) -> Load:
+    """What engines that serve all of them must have room for."""
+    prompts, params = [p for load in loads for p in load.prompts], [p for load in loads for p in load.params]
+    return Load(prompts=prompts, params=params, adapt=loads[0].adapt)
+
+
+def read_trace(sources: Sequence[Replay]) -> DenseTrace | None:
+    """The one trace of all of them, which has the sets that each asks for."""
+    if not sources:
+        return None
+    trace = DenseTrace.load(sources[0].trace)
+    for name in (name for source in sources for name in source.sets):
+        trace.set_index(name)
+    return trace
 
 
 def wave_load(options: BenchOptions, texts: Sequence[str], models: Models) -> Load:
@@ -124,7 +162,7 @@ def replayed_load(options: BenchOptions, trace: DenseTrace, models: Models) -> L
     """Requests that stand for answers of the trace, and the engines' part of it."""
     prompts, params = replay_requests(
         trace, options.num_requests, vocab_size=models.vocab_size, most_positions=_most_positions(options, models),
-        max_tokens=options.sampling.max_tokens,
+        max_tokens=options.sampling.max_tokens, sets=() if options.replay is None else options.replay.sets,
     )  # fmt: skip
     return Load(prompts=prompts, params=params, adapt=replay(trace))
 
@@ -190,8 +228,9 @@ def step_times(llms: Sequence[LLM]) -> dict[str, float]:
 
 def make_rows(
     options: BenchOptions, models: Models, cases: Sequence[Case], llms: Sequence[LLM], waves: Sequence[Sequence[Wave]],
-    watched: Sequence[Wave | None],
+    watched: Sequence[Wave | None] | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
+    """watched: the probed wave of each case, where there is one."""
     settings = Settings(
         prompts=options.prompts_name,
         dtype=str(models.target.head_weight.dtype).removeprefix("torch."),
@@ -200,7 +239,7 @@ def make_rows(
     )
     off = {case.concurrency: measured for case, measured in zip(cases, waves, strict=True) if case.mode == "off"}
     rows = []
-    for case, llm, measured, seen in zip(cases, llms, waves, watched, strict=True):
+    for case, llm, measured, seen in zip(cases, llms, waves, watched or [None] * len(cases), strict=True):
         resolved = replace(case, num_speculative_tokens=llm.engine.scheduler.limits.max_drafts or None)
         plain = off.get(case.concurrency, ())
         signal = None if llm.engine.policy.signal == "none" else llm.engine.policy.signal

@@ -59,11 +59,14 @@ class DenseTrace:
 
     def of_sets(self, names: "list[str] | tuple[str, ...]") -> "DenseTrace":
         """The answers to prompts of these sets. ConfigError names a set that is not there."""
-        for name in names:
-            if name not in self.set_names:
-                raise ConfigError(f"the trace has no set {name!r}; it has {', '.join(self.set_names)}")
-        wanted = np.isin(self.sets_np, [self.set_names.index(name) for name in names])
+        wanted = np.isin(self.sets_np, [self.set_index(name) for name in names])
         return self.answers(np.flatnonzero(wanted))
+
+    def set_index(self, name: str) -> int:
+        """What `sets_np` calls a set of prompts. ConfigError if it is not there."""
+        if name not in self.set_names:
+            raise ConfigError(f"the trace has no set {name!r}; it has {', '.join(self.set_names)}")
+        return self.set_names.index(name)
 
     def answers(self, chosen_np: Int64s) -> "DenseTrace":
         """Some answers only, in the order given."""

@@ -10,7 +10,7 @@ Letters in shapes: N anchors of the trace, S its drafts, D decoding sequences, B
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice, zip_longest
 
@@ -33,13 +33,14 @@ from slipstream.verify.accept import Rule, StepRule, Verdict
 
 
 def replay_requests(
-    trace: DenseTrace, count: int, *, vocab_size: int, most_positions: int, max_tokens: int
+    trace: DenseTrace, count: int, *, vocab_size: int, most_positions: int, max_tokens: int, sets: Sequence[str] = ()
 ) -> tuple[list[tuple[int, ...]], list[SamplingParams]]:
     """`count` prompts of random tokens, as long as the trace's, and what makes each request one of its answers.
 
-    The sets take turns; where the trace has fewer answers, it begins again. Answers are cut at `max_tokens`.
+    The sets of prompts take turns, those that are named or all; where they have fewer answers, they begin again. Answers
+    are cut at `max_tokens`.
     """
-    chosen = list(islice(cycle(_in_turn(trace)), count))
+    chosen = list(islice(cycle(_in_turn(trace, sets or trace.set_names)), count))
     starts, lengths = trace.starts_np[chosen].tolist(), trace.lengths_np[chosen].tolist()
     prompts, params = [], []
     for index, (start, length, num_given) in enumerate(
@@ -56,9 +57,9 @@ def replay_requests(
     return prompts, params
 
 
-def _in_turn(trace: DenseTrace) -> list[int]:
+def _in_turn(trace: DenseTrace, sets: Sequence[str]) -> list[int]:
     """Answers, one of each set after the other."""
-    of_sets = [np.flatnonzero(trace.sets_np == index).tolist() for index in range(len(trace.set_names))]
+    of_sets = [np.flatnonzero(trace.sets_np == trace.set_index(name)).tolist() for name in sets]
     return [answer for turn in zip_longest(*of_sets) for answer in turn if answer is not None]
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from slipstream.config import SamplingParams, SpeculativeConfig
 from slipstream.decide.make import make_policy
 from slipstream.errors import ConfigError
+from slipstream.lab.bench import run_all
 from slipstream.lab.bench_options import BenchOptions, Replay
 from slipstream.lab.dense import DenseTrace
 from slipstream.lab.replay import replay, replay_requests
@@ -154,6 +156,28 @@ def test_what_a_trace_cannot_give_is_refused() -> None:
 def test_options_that_do_not_go_with_a_trace(fields: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         BenchOptions(replay=Replay(trace=Path("t.npz")), **fields)
+
+
+@pytest.mark.slow
+def test_kinds_of_prompts_are_served_by_the_same_engines(tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
+    made_up().save(tmp_path / "trace.npz")
+    several = [
+        BenchOptions(
+            model=f"random:{tiny_folders[0] / 'config.json'}", draft="random", modes=("off", "lag"), waves=1, requests=4,
+            replay=Replay(trace=tmp_path / "trace.npz", sets=kind), num_speculative_tokens=(3,), concurrency=(2,),
+            engine={"dtype": "float32"}, speculative={"cost_model": "none"}, sampling=SamplingParams(max_tokens=100),
+        )
+        for kind in (("a",), ("b",), ())
+    ]  # fmt: skip
+    said: list[str] = []
+    results = run_all(several, said.append)
+    assert sum(line.startswith("starting") for line in said) == 2, "an engine a mode"
+    lengths = [made_up().of_sets(kind).lengths_np for kind in (["a"], ["b"])]
+    for result, own in zip(results, lengths, strict=False):  # where there are too few, answers come again
+        assert {row["output_tokens"] for row in result.report["rows"]} == {np.resize(own, 4).sum()}
+    assert [result.report["rows"][0]["prompts"] for result in results] == ["a", "b", "all of trace"]
+    with pytest.raises(ConfigError, match="the trace has no set 'c'"):
+        run_all([replace(several[0], replay=Replay(trace=tmp_path / "trace.npz", sets=("c",)))], said.append)
 
 
 @pytest.mark.slow

@@ -31,6 +31,9 @@ def test_the_small_shape_is_sampled_for_real() -> None:
 def test_commands_are_read() -> None:
     options = lag.parse(["cell", "8b", "--drafts", "7", "--concurrency", "128,32", "--fixed", "2,3"])
     assert (options.concurrency, options.fixed, options.temperature) == ((128, 32), (2, 3), 0.0)
+    assert options.set is None
+    kinds = ["--set", "mbpp", "--set", "mt_bench"]
+    assert lag.parse(["cell", "8b", "--drafts", "7", "--concurrency", "32", *kinds]).set == ["mbpp", "mt_bench"]
     told = lag.trace_command(lag.parse(["trace", "--drafts", "16", "--temperature", "1"]))
     assert told[-1].endswith("smollm2-dspark-t1-s16.npz")
     assert told.count("--prompts") == 5
