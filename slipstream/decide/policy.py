@@ -35,6 +35,7 @@ Number = TypeVar("Number", bound=np.generic)
 WaitsFor: TypeAlias = Literal["nothing", "lagged", "fresh"]
 
 NO_COST_MODEL = "no cost model: every draft is verified"
+NEARLY_FREE = "drafts are nearly free: every one is verified"
 
 
 class Policy(Protocol):
@@ -191,7 +192,10 @@ class Adaptive:
             return _in_full(caps, NO_COST_MODEL)
         may_draft = bool(np.count_nonzero(caps))
         self._is_free = may_draft and are_nearly_free(plan, caps, self.cost)
-        decision = self._decided(plan, caps, self.cost) if may_draft and not self._is_free else _in_full(caps)
+        if self._is_free:
+            decision = _in_full(caps, NEARLY_FREE)
+        else:
+            decision = self._decided(plan, caps, self.cost) if may_draft else _in_full(caps)
         if plan.num_decode and self._going_rate.counts(plan.step):
             self._going_rate.price(plan, expected_ms(plan, decision, self.cost))
         return decision

@@ -438,7 +438,8 @@ def test_where_drafts_are_nearly_free_nothing_is_chosen_and_a_part_of_the_steps_
     )
     few = [Row(0, 1), Row(1, 2)]
     for _ in range(32):
-        assert drive.step(few, np.zeros(S)).num_draft_rows == 2 * S
+        decision = drive.step(few, np.zeros(S))
+        assert (decision.num_draft_rows, decision.reason) == (2 * S, policies.NEARLY_FREE)
     assert {step % pace.FREE_EVERY for step in looked_at[1:]} == set(
         range(pace.FREE_SEEN)
     )  # two that follow each other
