@@ -292,8 +292,11 @@ class Adaptive:
         self._lessons.teach_when_due(self.survival)
 
     def _looks_at(self, plan: StepPlan) -> bool:
-        """Whether the step is taken in: where nothing is chosen a part of them keeps what was learned up to date."""
-        return not self._is_free or plan.step % FREE_EVERY < FREE_SEEN
+        """Whether the step is taken in: where nothing is chosen a part of them keeps what was learned up to date.
+
+        Whoever decides by fresh confidence may choose again in this very step, and takes in all.
+        """
+        return not self._is_free or self._waits_for == "fresh" or plan.step % FREE_EVERY < FREE_SEEN
 
     def times(self, plan: StepPlan) -> bool:
         """A part of the steps corrects the cost model; not those in which the device may wait for the host."""

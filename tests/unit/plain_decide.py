@@ -213,8 +213,8 @@ class Amortised:
     Prices are the policy's own (`Filter` is their plain rule).
     """
 
-    def __init__(self, num_drafts, cost):
-        self.size, self.cost, self.store = num_drafts, cost, Store()
+    def __init__(self, num_drafts, cost, looks_at_all):
+        self.size, self.cost, self.store, self.looks_at_all = num_drafts, cost, Store(), looks_at_all
         self.survival = Survival(num_drafts, np.ones((2, num_drafts)))
         self.outcomes, self.reports = [], {}  # reports by step, with the result still to come
         self.num_taught = self.num_waited = 0
@@ -269,7 +269,7 @@ class Amortised:
             self.reports[plan.step] = sighting
 
     def looks_at(self, plan):
-        return not self.is_free or plan.step % pace.FREE_EVERY in range(pace.FREE_SEEN)
+        return self.looks_at_all or not self.is_free or plan.step % pace.FREE_EVERY in range(pace.FREE_SEEN)
 
     def learn(self, plan, result):
         if plan.teaches_np.any() and math.modf(plan.step * pace.TURN)[0] < going_rate.COUNTED:

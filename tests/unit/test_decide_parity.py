@@ -248,7 +248,7 @@ def test_what_waits_a_few_steps_waits_as_the_plain_rule_says(mode, cost):
     config = SpeculativeConfig.for_mode(mode, draft_model="scripted")
     model, records, timed = CostModel(cost, DraftTimes.by_length({1: 0.05, 7: 0.3})), [], []
     policy, _ = make_policy(config, num_drafts=7, cost=model, on_record=records.append)
-    slow, rng, previous = plain.Amortised(7, model), np.random.default_rng(5), None
+    slow, rng, previous = plain.Amortised(7, model, mode == "adaptive"), np.random.default_rng(5), None
     observe, model.observe = (
         model.observe,
         lambda *args, **fields: (timed.append(fields["steps"]), observe(*args, **fields)),
